@@ -1,0 +1,1 @@
+//! The evalgrid binary: demo, serve, one subcommand per role, and the client commands.

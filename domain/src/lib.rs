@@ -1,0 +1,1 @@
+//! Vocabulary, limits, request validation, identity hashes and redaction. No I/O, no clock, no tokio.

@@ -1,0 +1,1 @@
+//! How each agent is started and read.

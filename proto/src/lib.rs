@@ -1,0 +1,1 @@
+//! The wire and log formats: .proto files and the code generated from them.

@@ -1,0 +1,1 @@
+//! Sandbox providers and the supervisor that outlives the executor.

@@ -1,0 +1,1 @@
+//! The gRPC service: committer, dispatch, leases, timers, reaper and read side.

@@ -1,0 +1,1 @@
+//! Log, Index and Objects: traits, one conformance suite, and their backends.
