@@ -1,1 +1,168 @@
 //! Sandbox providers and the supervisor that outlives the executor.
+//!
+//! A *sandbox* is a folder (`home`, `workspace`, and a private `run`) plus one small supervisor process. The supervisor starts each step at
+//! most once, keeps its output and exit status where the agent cannot write, kills the tree at the deadline, and goes on when the executor
+//! dies. An executor creates a sandbox or attaches to one, starts steps, waits for them, and destroys it.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use async_trait::async_trait;
+
+/// The name of a sandbox: the scheduler derives it from the attempt, so it is in the log before the sandbox exists. `[a-z0-9_-]{1,80}`.
+pub type SandboxName = String;
+
+/// What a sandbox is made of.
+#[derive(Clone, Debug)]
+pub struct SandboxSpec {
+    /// Its name, unique for ever.
+    pub name: SandboxName,
+    /// The fencing token of the attempt that creates it.
+    pub token: u64,
+    /// After this long the supervisor kills everything and exits, whoever is still interested.
+    pub lifetime: Duration,
+    /// Limits on everything inside, together.
+    pub limits: Limits,
+}
+
+/// Limits on the whole of a sandbox. Enforced where the host lets us make cgroups; a provider says at start-up what it can enforce.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Processes and threads.
+    pub pids: u32,
+}
+
+/// One command of a step. Runs in the workspace with closed stdin.
+#[derive(Clone, Debug)]
+pub struct StepCommand {
+    /// The step's name, e.g. `turn.1.agent`. At most one command per name ever runs in a sandbox.
+    pub step: String,
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// The whole environment, beyond what the provider itself sets (`HOME`, `PATH`, `TMPDIR`, `LANG`).
+    pub env: BTreeMap<String, String>,
+    /// When the supervisor kills the step's tree, counted from its first start.
+    pub time_limit: Duration,
+}
+
+/// How a step's process ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepExit {
+    /// The exit status; 128 + signal where a signal ended it.
+    pub code: i32,
+    /// The time limit ran out and the whole tree is proven dead.
+    pub timed_out: bool,
+    /// The kernel killed something in the sandbox for memory during the step.
+    pub out_of_memory: bool,
+    /// Milliseconds since the epoch.
+    pub started_at_ms: u64,
+    /// Milliseconds since the epoch.
+    pub finished_at_ms: u64,
+    /// Where the outputs are, on the executor's side.
+    pub output: StepOutput,
+}
+
+/// The captured output of a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepOutput {
+    /// At most [`STDOUT_HEAD_LIMIT`] bytes from the start.
+    pub stdout: PathBuf,
+    /// The last bytes (at most [`STDOUT_TAIL_LIMIT`]) when stdout was longer than the head, else absent.
+    pub stdout_tail: Option<PathBuf>,
+    /// How many bytes were written in all.
+    pub stdout_bytes: u64,
+    /// Arrival times: pairs of little-endian u64 (offset of the end of a chunk in stdout, milliseconds since the epoch).
+    pub stdout_times: PathBuf,
+    /// At most [`STDERR_LIMIT`] bytes from the start.
+    pub stderr: PathBuf,
+}
+
+/// 200 MB of output is a legitimate agent; four times that on every slot would fill a disk.
+pub const STDOUT_HEAD_LIMIT: u64 = 256 * 1024 * 1024;
+/// Enough for the last events of an agent that printed more than the head holds.
+pub const STDOUT_TAIL_LIMIT: usize = 1024 * 1024;
+/// Stderr is diagnostics for people.
+pub const STDERR_LIMIT: u64 = 1024 * 1024;
+
+/// What can go wrong with a sandbox. Every kind is infrastructure: it never says anything about the agent.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// The sandbox, or its supervisor, is gone; nothing more can be learned from it.
+    #[error("the sandbox {name} is gone: {reason}")]
+    Lost {
+        /// Which.
+        name: SandboxName,
+        /// What was seen.
+        reason: String,
+    },
+    /// It could not be made.
+    #[error("the {provider} sandbox could not be created: {reason}")]
+    Create {
+        /// Which provider.
+        provider: &'static str,
+        /// What went wrong.
+        reason: String,
+    },
+    /// Somebody with a newer token has taken over; the caller must stop acting.
+    #[error("a newer attempt holds the sandbox (token {current}, ours {ours})")]
+    Fenced {
+        /// The newest token the supervisor has seen.
+        current: u64,
+        /// The caller's.
+        ours: u64,
+    },
+    /// An operation on a living sandbox failed.
+    #[error("{operation}: {reason}")]
+    Operation {
+        /// What was tried.
+        operation: String,
+        /// What went wrong.
+        reason: String,
+    },
+}
+
+/// A place that sandboxes come from.
+#[async_trait]
+pub trait SandboxProvider: Send + Sync {
+    /// The name as in a variant: `bubblewrap`, `process`.
+    fn name(&self) -> &'static str;
+    /// Makes it and its supervisor. The caller has recorded the intent.
+    async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError>;
+    /// Takes over a living sandbox with a newer (or the same) token.
+    async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError>;
+    /// Names of all sandboxes that left anything behind on this host.
+    async fn list(&self) -> Result<Vec<SandboxName>, SandboxError>;
+    /// Kills everything inside and removes it. Fine when already gone. On `Ok` nothing of it is left.
+    async fn destroy(&self, name: &str) -> Result<(), SandboxError>;
+}
+
+/// A living sandbox under one token.
+#[async_trait]
+pub trait Sandbox: Send + Sync {
+    /// Absolute path of HOME as processes inside see it.
+    fn home(&self) -> &str;
+    /// Absolute path of the workspace as processes inside see it.
+    fn workspace(&self) -> &str;
+    /// Writes text files below `base`, making folders; never follows a symlink out of `base`. Mode 0644 (0600 if `private`), folders 0755.
+    async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError>;
+    /// At most `limit` bytes of a file below `base`; `None` if there is no such regular file. Never follows a symlink out of `base`.
+    async fn read_file(&self, base: Base, path: &str, limit: u64) -> Result<Option<Vec<u8>>, SandboxError>;
+    /// Removes a file below `base` if it is there.
+    async fn remove_file(&self, base: Base, path: &str) -> Result<(), SandboxError>;
+    /// Makes the workspace again, empty, where it has been deleted or replaced by something that is not a folder.
+    async fn ensure_workspace(&self) -> Result<(), SandboxError>;
+    /// Starts the step, or attaches to it where it was started before, and waits for its end. Dropping the future leaves the step running.
+    async fn run(&self, command: &StepCommand) -> Result<StepExit, SandboxError>;
+    /// Ends one running step's tree now (cancel). Fine when it is not running.
+    async fn kill(&self, step: &str) -> Result<(), SandboxError>;
+}
+
+/// The two folders a trial may touch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Base {
+    /// The sandbox's HOME.
+    Home,
+    /// The workspace.
+    Workspace,
+}
