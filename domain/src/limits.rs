@@ -1,0 +1,147 @@
+//! Every limit, once, with its reason. String lengths are in UTF-16 code units, as the contract's clients count them, unless a name says bytes.
+
+/// Trials of one run (contract 1.2).
+pub const MAX_TRIALS_PER_RUN: u32 = 10;
+/// Cases of one batch (contract 1.2).
+pub const MAX_CASES: usize = 100;
+/// Variants of one batch (contract 1.2).
+pub const MAX_VARIANTS: usize = 20;
+/// Trials of one batch: cases x variants x trials (contract 1.2).
+pub const MAX_TRIALS_PER_BATCH: u64 = 100;
+/// Batches of one organization that run at once (contract 1.2); one more start gets 409.
+pub const MAX_RUNNING_BATCHES: usize = 3;
+
+/// Bytes of a body of `batches.start` and `runner.start`, also of the gRPC message that carries it (decision 3).
+pub const MAX_START_BODY_BYTES: usize = 64 << 20;
+/// Bytes of any other body (decision 3).
+pub const MAX_BODY_BYTES: usize = 8 << 20;
+/// Nested arrays and objects in a body (decision 3).
+pub const MAX_JSON_DEPTH: usize = 64;
+/// Values, keys and containers in a body. A parsed value takes 32 bytes and more, so 64 MiB of `0,0,0` would otherwise become gigabytes.
+pub const MAX_JSON_VALUES: usize = 2_000_000;
+/// Issues that a refused body lists. More would help nobody, and an answer must stay small.
+pub const MAX_ISSUES: usize = 50;
+/// Characters of one key of a body that a path or message repeats.
+pub const MAX_ECHOED_KEY: usize = 200;
+
+/// A suite's or a case's id (contract 1.5).
+pub const MAX_ID: usize = 100;
+/// A suite's prompt (contract 1.5).
+pub const MAX_PROMPT: usize = 16_384;
+/// A suite's or a case's name (contract 1.5).
+pub const MAX_NAME: usize = 200;
+/// Tags of a case (contract 1.5).
+pub const MAX_TAGS: usize = 12;
+/// One tag (contract 1.5).
+pub const MAX_TAG: usize = 40;
+/// The value of one prompt variable (contract 1.5).
+pub const MAX_VARIABLE_VALUE: usize = 2_048;
+/// A verify command (contract 1.5).
+pub const MAX_VERIFY: usize = 8_192;
+/// The name of a prepare step, a validator, a check or a judge (contract 1.5).
+pub const MAX_STEP_NAME: usize = 100;
+/// A bundled program, and the content of one source file (contract 1.5).
+pub const MAX_SOURCE: usize = 1_000_000;
+/// Source files of a validator (contract 1.5).
+pub const MAX_SOURCE_FILES: usize = 100;
+/// All source files of a validator together (contract 1.5, documented).
+pub const MAX_SOURCE_FILES_TOTAL: usize = 1_000_000;
+/// A path of a source file, a profile file or a judge's file (contract 1.5).
+pub const MAX_PATH: usize = 512;
+/// Checks, judges, or manifest entries of one validator (contract 1.5).
+pub const MAX_CHECKS: usize = 20;
+/// The name of a manifest entry (contract 1.5).
+pub const MAX_MANIFEST_NAME: usize = 200;
+/// The model of a judge or of a simulated person (contract 1.5).
+pub const MAX_JUDGE_MODEL: usize = 200;
+/// A judge's prompt, or what it expects (contract 1.5).
+pub const MAX_JUDGE_PROMPT: usize = 32_000;
+/// Files shown to a judge (contract 1.5).
+pub const MAX_JUDGE_FILES: usize = 8;
+/// Choices of a judge (contract 1.5, documented).
+pub const MAX_JUDGE_CHOICES: usize = 20;
+/// Milliseconds that a judge may take (contract 1.5).
+pub const JUDGE_TIMEOUT_MS: std::ops::RangeInclusive<i64> = 1_000..=300_000;
+/// Milliseconds that a judge may take when it does not say (contract 1.5).
+pub const DEFAULT_JUDGE_TIMEOUT_MS: u32 = 120_000;
+/// A simulated person's goal (contract 1.5).
+pub const MAX_USER_GOAL: usize = 2_000;
+/// A simulated person's private brief (contract 1.5).
+pub const MAX_USER_PROMPT: usize = 8_000;
+/// Replies of a scripted person (contract 1.5).
+pub const MAX_REPLIES: usize = 24;
+/// One reply of a scripted person (contract 1.5).
+pub const MAX_REPLY: usize = 4_000;
+/// A trigger's URL (contract 1.6).
+pub const MAX_TRIGGER_URL: usize = 2_048;
+
+/// Turns of a trial (contract 1.5).
+pub const MAX_TURNS: std::ops::RangeInclusive<i64> = 1..=50;
+/// Turns of a trial whose case does not say (contract 1.5).
+pub const DEFAULT_MAX_TURNS: u32 = 8;
+/// Milliseconds that an agent may work in a trial, over all turns (contract 1.5).
+pub const TIMEOUT_MS: std::ops::RangeInclusive<i64> = 1_000..=3_600_000;
+/// Milliseconds that an agent may work where the case does not say: 15 minutes (contract 1.5).
+pub const DEFAULT_TIMEOUT_MS: u32 = 900_000;
+/// Milliseconds that a verify command or a code check may take (contract 2.4).
+pub const CHECK_TIMEOUT_MS: u64 = 300_000;
+
+/// A profile's name (contract 1.5).
+pub const MAX_PROFILE_NAME: usize = 64;
+/// Files of a profile (contract 1.5).
+pub const MAX_PROFILE_FILES: usize = 256;
+/// The content of one file of a profile (contract 1.5).
+pub const MAX_PROFILE_FILE: usize = 96_000;
+/// All files of a profile together (contract 1.5).
+pub const MAX_PROFILE_TOTAL: usize = 2_000_000;
+/// The name of a stored variable (contract 1.4).
+pub const MAX_VARIABLE_NAME: usize = 128;
+/// Bytes of one text that reaches a process as an argument or an environment variable. Linux refuses a single string of 128 KiB; the rest is
+/// room for the variable's name and for quoting.
+pub const MAX_PROCESS_STRING_BYTES: usize = 120 << 10;
+
+/// An idempotency key (contract 1.9): at least one character.
+pub const MAX_IDEMPOTENCY_KEY: usize = 128;
+/// Idempotency keys kept per organization (decision 27); with one more, a start gets 409.
+pub const MAX_IDEMPOTENCY_KEYS: usize = 10_000;
+/// How long an idempotency key is kept after its batch ended: 72 hours (decision 27).
+pub const IDEMPOTENCY_KEY_MS: u64 = 72 * 3_600_000;
+
+/// Rows of a page where the request does not say (contract 1.2).
+pub const DEFAULT_PAGE: usize = 20;
+/// Rows of a page at most; a larger limit is clamped, not refused (contract 1.2).
+pub const MAX_PAGE: usize = 100;
+
+/// A started trial, run or batch without a durable sign of progress for this long is abandoned: six hours (decision 8).
+pub const ABANDONED_AFTER_MS: u64 = 6 * 3_600_000;
+/// How long a trial may wait for a slot: 72 hours (decision 8).
+pub const MAX_WAIT_FOR_SLOT_MS: u64 = 72 * 3_600_000;
+/// A local batch that checks in and was quiet for this long is over: ten minutes (contract 2.3).
+pub const LOCAL_QUIET_MS: u64 = 600_000;
+/// Attempts of a trial whose sandbox was lost: the first, and two more (decision 12).
+pub const MAX_SANDBOX_ATTEMPTS: u32 = 3;
+
+/// Characters of a command's output, or of a tool's input, output or error, that a trajectory keeps (contract 1.6).
+pub const MAX_EVIDENCE_TEXT: usize = 4_000;
+/// Entries of a trajectory (decision 11).
+pub const MAX_TRAJECTORY_ENTRIES: usize = 20_000;
+/// Bytes of a trajectory as JSON (decision 11).
+pub const MAX_TRAJECTORY_BYTES: usize = 64 << 20;
+/// Bytes of one line of an agent's output; a longer one is dropped with a diagnostic (decision 11).
+pub const MAX_OUTPUT_LINE_BYTES: usize = 16 << 20;
+/// Characters of one value of a validation (contract 1.7).
+pub const MAX_VALIDATION_VALUE: usize = 16_000;
+/// Characters of all values of one stored validation (contract 2.4).
+pub const MAX_VALIDATION_TOTAL: usize = 64_000;
+/// Characters of a validation's message (contract 1.7).
+pub const MAX_VALIDATION_MESSAGE: usize = 2_000;
+/// Characters of a validation's id (contract 1.7).
+pub const MAX_VALIDATION_ID: usize = 200;
+/// Characters of a validation's name (contract 1.7).
+pub const MAX_VALIDATION_NAME: usize = 200;
+/// Validations of a trial (contract 1.7).
+pub const MAX_VALIDATIONS: usize = 40;
+/// Calls, and log lines, of one validation (contract 1.7).
+pub const MAX_VALIDATION_CALLS: usize = 64;
+/// Characters of a failure text, before its ellipsis (contract 2.3).
+pub const MAX_FAILURE: usize = 240;
