@@ -1,0 +1,135 @@
+//! One file of the log: its name, its header, how it comes to be, and how it is found again.
+//!
+//! A segment is named by the position of its first record. It is created under another name, given its whole size and its header,
+//! synced and renamed, so a crash never leaves half of one. Its space is reserved ahead (`fallocate`): a sync then rarely has a
+//! size to write, a full disk is met between groups, and no byte is written twice. The rest of a segment reads as zeros.
+//!
+//! Header, little-endian: magic (8), format level (2), zeros (2), position of the first record (8), nonce (8), CRC32C of all
+//! before it (4). The level here is about the framing of groups; the header's own shape is the same in every level.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FallocateFlags;
+use rustix::rand::GetRandomFlags;
+
+use super::frame::{self, FORMAT_LEVEL, MAX_GROUP_BYTES};
+use crate::disk;
+
+/// Size of a segment: a second's work at full load, small enough to read in one piece and to be dropped as a whole.
+pub const SEGMENT_BYTES: u64 = 64 * 1024 * 1024;
+
+/// Length of a segment's header in bytes.
+pub(super) const HEADER_BYTES: usize = 32;
+const MAGIC: [u8; 8] = *b"EGlogseg";
+const SUFFIX: &str = ".log";
+const UNFINISHED: &str = "next.new";
+
+const _: () = assert!((HEADER_BYTES + frame::HEADER_BYTES + MAX_GROUP_BYTES) as u64 <= SEGMENT_BYTES);
+
+/// What a segment says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) level: u16,
+    pub(super) first_position: u64,
+    /// Random. No payload can contain a header that passes in this segment, since its author did not know this number.
+    pub(super) nonce: [u8; 8],
+}
+
+impl Header {
+    fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&self.level.to_le_bytes());
+        bytes[12..20].copy_from_slice(&self.first_position.to_le_bytes());
+        bytes[20..28].copy_from_slice(&self.nonce);
+        let crc = crc32c::crc32c(&bytes[..28]);
+        bytes[28..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    /// The header, if magic and checksum are right.
+    pub(super) fn read(bytes: &[u8; HEADER_BYTES]) -> Option<Header> {
+        let level = u16::from_le_bytes([bytes[8], bytes[9]]);
+        let first_position = u64::from_le_bytes(*bytes[12..].first_chunk()?);
+        let header = Header {
+            level,
+            first_position,
+            nonce: *bytes[20..].first_chunk()?,
+        };
+        let crc = u32::from_le_bytes(*bytes[28..].first_chunk()?);
+        (bytes[..8] == MAGIC && crc == crc32c::crc32c(&bytes[..28])).then_some(header)
+    }
+
+    /// What the checksums of this segment's groups start from.
+    pub(super) fn seed(&self) -> u32 {
+        crc32c::crc32c(&self.nonce)
+    }
+}
+
+/// The path of the segment that begins at `first_position`.
+pub(super) fn path(dir: &Path, first_position: u64) -> PathBuf {
+    dir.join(format!("{first_position:020}{SUFFIX}"))
+}
+
+/// The segments in `dir`, in order; other files are none of our business.
+pub(super) fn list(dir: &Path) -> io::Result<Vec<(u64, PathBuf)>> {
+    let mut segments = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let digits = name
+            .to_str()
+            .and_then(|name| name.strip_suffix(SUFFIX))
+            .filter(|digits| digits.len() == 20);
+        if let Some(first_position) = digits.and_then(|digits| digits.parse().ok()) {
+            segments.push((first_position, entry.path()));
+        }
+    }
+    segments.sort_unstable();
+    Ok(segments)
+}
+
+/// Creates the segment durably, in place of one of the same name, and returns it open with the seed of its checksums.
+pub(super) fn create(dir: &Path, first_position: u64, bytes: u64) -> io::Result<(File, u32)> {
+    let mut nonce = [0; 8];
+    if rustix::rand::getrandom(&mut nonce, GetRandomFlags::empty())? != nonce.len() {
+        return Err(io::Error::other("the kernel gave too few random bytes"));
+    }
+    let header = Header {
+        level: FORMAT_LEVEL,
+        first_position,
+        nonce,
+    };
+    let unfinished = dir.join(UNFINISHED);
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .read(true)
+        .write(true)
+        .open(&unfinished)?;
+    reserve(&file, bytes)?;
+    file.write_all_at(&header.encode(), 0)?;
+    file.sync_all()?;
+    fs::rename(&unfinished, path(dir, first_position))?;
+    disk::sync_dir(dir)?;
+    Ok((file, header.seed()))
+}
+
+/// Gives the file its whole size. A file system that cannot do so gets a file that grows: correct, and somewhat slower.
+pub(super) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) | Ok(()) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Removes what a crash during [`create`] left behind.
+pub(super) fn remove_unfinished(dir: &Path) -> io::Result<()> {
+    match fs::remove_file(dir.join(UNFINISHED)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,136 @@
+//! Objects through the crate `object_store`: a folder now, other stores by another constructor.
+//!
+//! An object lies at `<org>/<first two hex digits>/<hash>`: one byte that says how the rest is encoded, then the rest.
+//!
+//! In a folder, a put writes a file beside its place, syncs it, renames it and syncs the directories it changed. A directory that
+//! another put has just made is not synced by this one; the journals of ext4, XFS and btrfs commit it with, or before, the file in it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::{BufMut, Bytes, BytesMut};
+use object_store::{ObjectStore, ObjectStoreExt, local::LocalFileSystem};
+use zstd::zstd_safe;
+
+use super::{MAX_OBJECT_BYTES, ObjectError, ObjectId, Objects, check_org};
+use crate::disk;
+
+/// The rest is the object itself.
+const RAW: u8 = 0;
+/// The rest is one zstd frame that states its content's length.
+const ZSTD: u8 = 1;
+/// Evidence is text that shrinks well at any level; CPU is what is short.
+const ZSTD_LEVEL: i32 = 1;
+
+/// Objects in a store of the crate `object_store`.
+pub struct StoredObjects {
+    store: Arc<dyn ObjectStore>,
+}
+
+impl StoredObjects {
+    /// Objects in the folder `dir`, which is created where it is missing.
+    pub fn in_folder(dir: &Path) -> Result<StoredObjects, ObjectError> {
+        let failed = |source| object_store::Error::Generic {
+            store: "LocalFileSystem",
+            source: Box::<std::io::Error>::new(source),
+        };
+        disk::create_dir_durably(dir).map_err(failed)?;
+        // Off by default: without it, neither files nor their directories are synced.
+        let store = LocalFileSystem::new_with_prefix(dir)?.with_fsync(true);
+        Ok(StoredObjects { store: Arc::new(store) })
+    }
+}
+
+#[async_trait]
+impl Objects for StoredObjects {
+    async fn put(&self, org: &str, bytes: Bytes) -> Result<ObjectId, ObjectError> {
+        check_org(org)?;
+        if bytes.len() > MAX_OBJECT_BYTES {
+            return Err(ObjectError::TooLarge { limit: MAX_OBJECT_BYTES });
+        }
+        let (id, stored) = blocking(move || (ObjectId::of(&bytes), encode(&bytes))).await?;
+        self.store.put(&location(org, &id), stored.into()).await?;
+        Ok(id)
+    }
+
+    async fn get(&self, org: &str, id: &ObjectId, limit: usize) -> Result<Option<Bytes>, ObjectError> {
+        check_org(org)?;
+        let limit = limit.min(MAX_OBJECT_BYTES);
+        let found = match self.store.get(&location(org, id)).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            found => found?,
+        };
+        // What is stored is never larger than the object and its first byte.
+        if found.meta.size > limit as u64 + 1 {
+            return Err(ObjectError::TooLarge { limit });
+        }
+        let stored = found.bytes().await?;
+        let expected = *id;
+        let decoded = blocking(move || {
+            let bytes = decode(stored, limit)?;
+            if ObjectId::of(&bytes) == expected {
+                Ok(bytes)
+            } else {
+                Err(Unreadable::Damaged("its bytes have another hash"))
+            }
+        });
+        match decoded.await? {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(Unreadable::TooLarge) => Err(ObjectError::TooLarge { limit }),
+            Err(Unreadable::Damaged(reason)) => Err(ObjectError::Damaged {
+                org: org.to_owned(),
+                id: *id,
+                reason,
+            }),
+        }
+    }
+}
+
+fn location(org: &str, id: &ObjectId) -> object_store::path::Path {
+    let hash = id.to_string();
+    object_store::path::Path::from_iter([org, &hash[..2], &hash])
+}
+
+/// Hashing and compressing megabytes does not belong on a thread that others wait for.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, ObjectError> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| ObjectError::Abandoned)
+}
+
+fn encode(bytes: &Bytes) -> Bytes {
+    match zstd::bulk::compress(bytes, ZSTD_LEVEL) {
+        Ok(packed) if packed.len() < bytes.len() => with_encoding(ZSTD, &packed),
+        _ => with_encoding(RAW, bytes),
+    }
+}
+
+fn with_encoding(encoding: u8, rest: &[u8]) -> Bytes {
+    let mut stored = BytesMut::with_capacity(rest.len() + 1);
+    stored.put_u8(encoding);
+    stored.put_slice(rest);
+    stored.freeze()
+}
+
+enum Unreadable {
+    TooLarge,
+    Damaged(&'static str),
+}
+
+fn decode(stored: Bytes, limit: usize) -> Result<Bytes, Unreadable> {
+    let rest = stored.slice(1.min(stored.len())..);
+    match stored.first() {
+        Some(&RAW) if rest.len() > limit => Err(Unreadable::TooLarge),
+        Some(&RAW) => Ok(rest),
+        Some(&ZSTD) => {
+            let stated = zstd_safe::get_frame_content_size(&rest).ok().flatten();
+            let stated = stated.ok_or(Unreadable::Damaged("its length is unreadable"))?;
+            let length = usize::try_from(stated)
+                .ok()
+                .filter(|length| *length <= limit)
+                .ok_or(Unreadable::TooLarge)?;
+            let bytes = zstd::bulk::decompress(&rest, length).map_err(|_| Unreadable::Damaged("it does not decompress"))?;
+            Ok(bytes.into())
+        }
+        _ => Err(Unreadable::Damaged("its encoding is unknown")),
+    }
+}
