@@ -1,8 +1,14 @@
 //! Vocabulary, limits, request validation, identity hashes and redaction. No I/O, no clock, no tokio.
 
 pub mod decode;
+pub mod evidence;
 pub mod ids;
 pub mod limits;
+mod names;
 pub mod number;
+pub mod outcome;
+pub mod permission;
 pub mod prompt;
+pub mod redact;
 pub mod request;
+pub mod timestamp;

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     limits::{DEFAULT_MAX_TURNS, DEFAULT_TIMEOUT_MS},
+    names::names,
     number::Number,
 };
 
@@ -429,34 +430,6 @@ pub struct Trigger {
     /// For example a CI job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
-}
-
-/// A closed set of names: the enum, its list, its texts.
-macro_rules! names {
-    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $text:literal,)+ }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-        pub enum $name {
-            $($(#[$variant_doc])* #[serde(rename = $text)] $variant,)+
-        }
-
-        impl $name {
-            /// Every value, with the name that the contract gives it.
-            pub const ALL: &[(&str, Self)] = &[$(($text, Self::$variant),)+];
-
-            /// The name that the contract gives it.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $text,)+
-                }
-            }
-
-            /// The value of that name.
-            pub fn from_name(name: &str) -> Option<Self> {
-                Self::ALL.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
-            }
-        }
-    };
 }
 
 names!(
