@@ -1,0 +1,248 @@
+//! The operations: their requests, what is asked of the scheduler for them, and their answers.
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    response::{IntoResponse as _, Response},
+};
+use evalgrid_domain::{
+    decode::{Decoder, Text, parse_json},
+    limits::{DEFAULT_PAGE, MAX_BODY_BYTES, MAX_IDEMPOTENCY_KEY, MAX_JSON_DEPTH, MAX_PAGE, MAX_START_BODY_BYTES},
+    number::MAX_SAFE_INTEGER,
+};
+use evalgrid_proto::v1::{
+    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, PageCursor, StartBatchRequest, WhoamiRequest,
+    auth_client::AuthClient, batches_client::BatchesClient,
+};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
+use serde_json::{Value, json};
+use tokio::{sync::Semaphore, time::timeout};
+use tonic::{
+    Status,
+    metadata::{Ascii, MetadataValue},
+    transport::Channel,
+};
+
+use crate::{
+    body::{self, Budget, Held},
+    failure::Failure,
+    limits, render, result,
+};
+
+const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
+
+/// The scheduler, and the limits that all requests share.
+#[derive(Clone)]
+pub(crate) struct App {
+    pub(crate) batches: BatchesClient<Channel>,
+    auth: AuthClient<Channel>,
+    bodies: Budget,
+    pub(crate) requests: Budget,
+    pub(crate) results: Arc<Semaphore>,
+}
+
+impl App {
+    pub(crate) fn new(channel: Channel) -> App {
+        App {
+            batches: BatchesClient::new(channel.clone())
+                .max_decoding_message_size(limits::MESSAGE_FROM_SCHEDULER)
+                .max_encoding_message_size(limits::MESSAGE_TO_SCHEDULER),
+            auth: AuthClient::new(channel),
+            bodies: Budget::new(limits::BODIES_IN_FLIGHT),
+            requests: Budget::new(limits::REQUESTS_IN_FLIGHT),
+            results: Arc::new(Semaphore::new(limits::RESULTS_IN_FLIGHT)),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Op {
+    Start,
+    GetBatch,
+    ListBatches,
+    CancelBatch,
+    GetRun,
+    Whoami,
+}
+
+impl Op {
+    fn parse(path: &str) -> Option<Op> {
+        Some(match path.strip_prefix("/v1/")? {
+            "evals.batches.start" => Op::Start,
+            "evals.batches.get" => Op::GetBatch,
+            "evals.batches.list" => Op::ListBatches,
+            "evals.batches.cancel" => Op::CancelBatch,
+            "evals.runs.get" => Op::GetRun,
+            "auth.whoami" => Op::Whoami,
+            _ => return None,
+        })
+    }
+}
+
+/// Everything below `/v1/`.
+pub(crate) async fn operation(State(app): State<App>, request: Request) -> Response {
+    let Some(op) = Op::parse(request.uri().path()) else {
+        return Failure::NotFound("There is no such operation.".into()).into_response();
+    };
+    if request.method() != Method::POST {
+        return Failure::MethodNotAllowed.into_response();
+    }
+    let (parts, body) = request.into_parts();
+    answer(&app, op, &parts.headers, body).await.unwrap_or_else(Failure::into_response)
+}
+
+async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Response, Failure> {
+    let caller = Caller::from(headers)?;
+    let idempotency_key = match op {
+        Op::Start => idempotency_key(headers)?,
+        _ => None,
+    };
+    if body::announced(&body).is_none_or(|length| length > limits::STRANGER_BODY) {
+        whoami(app, &caller).await?;
+    }
+    let limit = match op {
+        Op::Start => MAX_START_BODY_BYTES,
+        _ => MAX_BODY_BYTES,
+    };
+    let body = body::read(body, limit, &app.bodies).await?;
+    let mut batches = app.batches.clone();
+    match op {
+        Op::Start => {
+            let message = StartBatchRequest {
+                json: body.bytes.clone(),
+                idempotency_key,
+            };
+            let started = ask(limits::START_DEADLINE, batches.start(caller.request(message))).await?;
+            Ok(answered(&render::started(&started)))
+        }
+        Op::GetBatch => {
+            let id = decode(body, by_id)?;
+            let batch = ask(limits::CALL_DEADLINE, batches.get(caller.request(GetBatchRequest { id }))).await?;
+            result::batch(app, caller, batch).await
+        }
+        Op::CancelBatch => {
+            let id = decode(body, by_id)?;
+            let batch = ask(limits::CALL_DEADLINE, batches.cancel(caller.request(CancelBatchRequest { id }))).await?;
+            result::batch(app, caller, batch).await
+        }
+        Op::GetRun => {
+            let id = decode(body, by_id)?;
+            let run = ask(limits::CALL_DEADLINE, batches.get_run(caller.request(GetRunRequest { id }))).await?;
+            result::run(app, caller, run).await
+        }
+        Op::ListBatches => {
+            let message = decode(body, list_batches)?;
+            let page = ask(limits::CALL_DEADLINE, batches.list(caller.request(message))).await?;
+            Ok(answered(&render::page(&page)))
+        }
+        Op::Whoami => {
+            decode(body, anything_with_parts)?;
+            Ok(answered(&render::whoami(&whoami(app, &caller).await?)))
+        }
+    }
+}
+
+async fn whoami(app: &App, caller: &Caller) -> Result<Identity, Failure> {
+    ask(limits::CALL_DEADLINE, app.auth.clone().whoami(caller.request(WhoamiRequest {}))).await
+}
+
+/// One call to the scheduler.
+async fn ask<T>(deadline: Duration, call: impl Future<Output = Result<tonic::Response<T>, Status>>) -> Result<T, Failure> {
+    match timeout(deadline, call).await {
+        Ok(Ok(response)) => Ok(response.into_inner()),
+        Ok(Err(status)) => Err(Failure::from_status(&status)),
+        Err(_) => Err(Failure::from_status(&Status::deadline_exceeded("no answer in time"))),
+    }
+}
+
+fn answered(value: &Value) -> Response {
+    let mut response = Response::new(Body::from(value.to_string()));
+    response
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// Who asks: passed on as it came, judged by the scheduler.
+pub(crate) struct Caller {
+    authorization: MetadataValue<Ascii>,
+}
+
+impl Caller {
+    fn from(headers: &HeaderMap) -> Result<Caller, Failure> {
+        let value = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
+        let bearer = value.len() > 7 && value[..7].eq_ignore_ascii_case(b"bearer ");
+        if !bearer || value.len() > limits::AUTHORIZATION {
+            return Err(Failure::no_key());
+        }
+        let authorization = MetadataValue::try_from(value).map_err(|_| Failure::no_key())?;
+        Ok(Caller { authorization })
+    }
+
+    /// `message` with the caller's key.
+    pub(crate) fn request<T>(&self, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        request.metadata_mut().insert("authorization", self.authorization.clone());
+        request
+    }
+}
+
+fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, Failure> {
+    let mut values = headers.get_all(IDEMPOTENCY_KEY).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    let text = value.to_str().unwrap_or_default();
+    let printable = text.bytes().all(|byte| (b' '..=b'~').contains(&byte));
+    if text.is_empty() || text.len() > MAX_IDEMPOTENCY_KEY || !printable || values.next().is_some() {
+        return Err(Failure::BadRequest(format!(
+            "The header idempotency-key must be given once, with 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters."
+        )));
+    }
+    Ok(Some(text.to_owned()))
+}
+
+/// The body as JSON, then as what the operation wants. The body's memory is given back before anything is asked of anybody.
+fn decode<T>(body: Held, shape: fn(&mut Decoder, &Value) -> Option<T>) -> Result<T, Failure> {
+    let value = parse_json(&body.bytes, MAX_JSON_DEPTH).map_err(|error| Failure::decode_whole(error.to_string()))?;
+    Decoder::run(&value, shape).map_err(|issues| {
+        let message = issues
+            .first()
+            .map_or_else(|| "The body is not as documented".to_owned(), ToString::to_string);
+        Failure::Decode {
+            message,
+            issues: json!(issues),
+        }
+    })
+}
+
+fn by_id(d: &mut Decoder, value: &Value) -> Option<String> {
+    let map = d.object(value)?;
+    d.required(map, "id", |d, value| d.string(value, Text::any()))
+}
+
+fn list_batches(d: &mut Decoder, value: &Value) -> Option<ListBatchesRequest> {
+    let map = d.object(value)?;
+    let cursor = d.nullable(map, "cursor", cursor);
+    let limit = d.optional(map, "limit", |d, value| d.integer(value, i64::MIN..=i64::MAX));
+    let limit = limit?.unwrap_or(DEFAULT_PAGE as i64).clamp(1, MAX_PAGE as i64);
+    Some(ListBatchesRequest { cursor: cursor?, limit })
+}
+
+fn cursor(d: &mut Decoder, value: &Value) -> Option<PageCursor> {
+    let map = d.object(value)?;
+    let id = d.required(map, "id", |d, value| d.string(value, Text::any()));
+    let started = d.required(map, "startedAtMillis", |d, value| d.integer(value, 0..=MAX_SAFE_INTEGER));
+    Some(PageCursor {
+        id: id?,
+        started_at_ms: started?.unsigned_abs(),
+    })
+}
+
+/// The documentation allows any object here, and any array.
+fn anything_with_parts(d: &mut Decoder, value: &Value) -> Option<()> {
+    match value {
+        Value::Array(_) => Some(()),
+        _ => d.object(value).map(|_| ()),
+    }
+}

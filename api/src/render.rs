@@ -1,0 +1,263 @@
+//! The contract's objects, field by field, from what the scheduler says.
+
+use evalgrid_domain::{
+    number::Number,
+    prompt,
+    request::{Case, Source, SourceFile, SuiteBatchRequest, effective_source},
+    timestamp,
+};
+use evalgrid_proto::v1::{
+    Batch, BatchPage, BatchStatus, BatchSummary, CaseInfo, Distribution, Identity, PageCursor, Run, StartedBatch, Trial, TrialStatus,
+    Trigger, Usage, VariantInfo,
+};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+/// What plays a simulated person where the operator names no other model (contract 2.6).
+const DEFAULT_USER_MODEL: &str = "gpt-5.4-mini";
+
+/// What the scheduler said does not hold together: our fault, an internal error.
+#[derive(Debug, thiserror::Error)]
+#[error("the scheduler's batch does not hold together: {0}")]
+pub(crate) struct Incoherent(pub(crate) &'static str);
+
+/// StartedBatch.
+pub(crate) fn started(started: &StartedBatch) -> Value {
+    let runs: Vec<_> = started
+        .runs
+        .iter()
+        .map(|run| json!({"caseId": run.case_id, "id": run.id, "variantId": run.variant_id}))
+        .collect();
+    json!({"id": started.id, "runs": runs})
+}
+
+/// Whoami.
+pub(crate) fn whoami(identity: &Identity) -> Value {
+    json!({
+        "credential": {"kind": "apiKey", "name": identity.key_name, "start": identity.key_start},
+        "organization": {
+            "id": identity.organization_id,
+            "name": identity.organization_name,
+            "slug": identity.organization_slug,
+        },
+        "permissions": identity.permissions,
+    })
+}
+
+/// The page of `evals.batches.list`.
+pub(crate) fn page(page: &BatchPage) -> Value {
+    json!({
+        "batches": page.batches.iter().map(summary).collect::<Vec<_>>(),
+        "next": page.next.as_ref().map(cursor),
+        "total": page.total,
+    })
+}
+
+fn cursor(cursor: &PageCursor) -> Value {
+    json!({"id": cursor.id, "startedAtMillis": cursor.started_at_ms})
+}
+
+fn summary(summary: &BatchSummary) -> Value {
+    json!({
+        "cancelled": summary.cancelled,
+        "cases": summary.cases,
+        "failure": summary.failure,
+        "finishedAt": summary.finished_at_ms.map(timestamp::format),
+        "id": summary.id,
+        "passed": summary.passed,
+        "runs": summary.runs,
+        "scored": summary.scored,
+        "startedAt": timestamp::format(summary.started_at_ms),
+        "status": batch_status(summary.status()),
+        "trigger": summary.trigger.as_ref().map(trigger),
+        "voided": summary.voided,
+    })
+}
+
+/// EvalBatch without `runs`.
+pub(crate) fn batch_head(batch: &Batch) -> Value {
+    json!({
+        "costs": null,
+        "failure": batch.failure,
+        "finishedAt": batch.finished_at_ms.map(timestamp::format),
+        "id": batch.id,
+        "local": false,
+        "startedAt": timestamp::format(batch.started_at_ms),
+        "status": batch_status(batch.status()),
+        "trigger": batch.trigger.as_ref().map(trigger),
+    })
+}
+
+fn trigger(trigger: &Trigger) -> Value {
+    match &trigger.url {
+        Some(url) => json!({"source": trigger.source, "url": url}),
+        None => json!({"source": trigger.source}),
+    }
+}
+
+fn batch_status(status: BatchStatus) -> &'static str {
+    match status {
+        BatchStatus::Finished => "finished",
+        BatchStatus::Failed => "failed",
+        BatchStatus::Running | BatchStatus::Unspecified => "running",
+    }
+}
+
+fn trial_status(status: TrialStatus) -> &'static str {
+    match status {
+        TrialStatus::Running => "running",
+        TrialStatus::Passed => "passed",
+        TrialStatus::Failed => "failed",
+        TrialStatus::Void => "void",
+        TrialStatus::Queued | TrialStatus::Unspecified => "queued",
+    }
+}
+
+/// EvalRun without `trials`.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct RunHead<'a> {
+    batch_id: &'a str,
+    case: CaseName<'a>,
+    costs: Option<Value>,
+    definition_hash: &'a str,
+    distribution: Value,
+    finished_at: Option<String>,
+    harness_version: &'a str,
+    id: &'a str,
+    local: bool,
+    profile_version: Option<&'a str>,
+    setup: Setup<'a>,
+    started_at: String,
+    status: &'static str,
+    suite: Value,
+    trigger: Option<Value>,
+    variant: Value,
+}
+
+#[derive(Serialize)]
+struct CaseName<'a> {
+    id: &'a str,
+    name: &'a str,
+}
+
+/// EvalSetup.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Setup<'a> {
+    prepare: Option<&'a str>,
+    prompt: String,
+    source: &'a Source,
+    validator: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    validator_files: Option<&'a [SourceFile]>,
+    verify: Option<&'a str>,
+}
+
+/// The head of `run`, one of `batch`'s.
+pub(crate) fn run_head<'a>(batch: &'a Batch, run: &'a Run, request: &'a SuiteBatchRequest) -> Result<RunHead<'a>, Incoherent> {
+    let index = run.case_index as usize;
+    let info: &CaseInfo = batch.cases.get(index).ok_or(Incoherent("a run of no case"))?;
+    let case = request
+        .cases
+        .get(index)
+        .ok_or(Incoherent("a case that the start request does not have"))?;
+    let variant = batch
+        .variants
+        .get(run.variant_index as usize)
+        .ok_or(Incoherent("a run of no variant"))?;
+    let suite = batch.suite.as_ref().ok_or(Incoherent("no suite"))?;
+    Ok(RunHead {
+        batch_id: &batch.id,
+        case: CaseName {
+            id: &info.id,
+            name: &info.name,
+        },
+        costs: None,
+        definition_hash: &info.definition_hash,
+        distribution: distribution(run.distribution.as_ref().ok_or(Incoherent("a run without distribution"))?),
+        finished_at: run.finished_at_ms.map(timestamp::format),
+        harness_version: &variant.harness_version,
+        id: &run.id,
+        local: false,
+        profile_version: variant.profile_version.as_deref(),
+        setup: Setup {
+            prepare: case.prepare.as_ref().map(|prepare| prepare.name.as_str()),
+            prompt: prompt::render(&request.suite.prompt, &case.variables),
+            source: effective_source(request, index),
+            validator: case.validator.as_ref().map(|validator| validator.name()),
+            validator_files: case.validator.as_ref().and_then(|validator| validator.source_files()),
+            verify: case.verify.as_deref(),
+        },
+        started_at: timestamp::format(batch.started_at_ms),
+        status: batch_status(run.status()),
+        suite: json!({"id": suite.id, "name": suite.name}),
+        trigger: batch.trigger.as_ref().map(trigger),
+        variant: variant_value(variant, &run.variant_id, case),
+    })
+}
+
+fn variant_value(variant: &VariantInfo, id: &str, case: &Case) -> Value {
+    json!({
+        "harness": variant.harness,
+        "id": id,
+        "model": variant.model,
+        "profile": variant.profile,
+        "provider": variant.provider,
+        "sandbox": variant.sandbox,
+        "userModel": case.user_model(DEFAULT_USER_MODEL),
+    })
+}
+
+fn distribution(d: &Distribution) -> Value {
+    json!({
+        "cancelled": d.cancelled,
+        "commandMax": d.command_max,
+        "commandMedian": Number(d.command_median),
+        "commandMin": d.command_min,
+        "deterministic": d.deterministic,
+        "failed": d.failed,
+        "passRate": Number(d.pass_rate),
+        "passed": d.passed,
+        "scored": d.scored,
+        "trials": d.trials,
+        "voided": d.voided,
+    })
+}
+
+/// EvalTrial without what its evidence holds. One that has not ended has no exit code yet, which the contract writes as -1.
+pub(crate) fn trial_head(trial: &Trial) -> Value {
+    let outcome = trial.outcome.clone().unwrap_or_default();
+    let scored = matches!(trial.status(), TrialStatus::Passed | TrialStatus::Failed);
+    let exit_code = match trial.outcome {
+        Some(_) => outcome.exit_code,
+        None => -1,
+    };
+    json!({
+        "commands": outcome.commands,
+        "costs": null,
+        "exitCode": exit_code,
+        "failedCommands": outcome.failed_commands,
+        "failure": outcome.failure.filter(|_| !scored),
+        "id": trial.id,
+        "lostAttempts": trial.lost_attempts,
+        "modelMs": outcome.model_ms,
+        "ordinal": trial.ordinal,
+        "sandboxId": outcome.sandbox_id,
+        "sandboxMs": outcome.sandbox_ms,
+        "status": trial_status(trial.status()),
+        "timed": outcome.timed,
+        "usage": outcome.usage.as_ref().map(usage),
+    })
+}
+
+fn usage(usage: &Usage) -> Value {
+    json!({
+        "cacheReadTokens": usage.cache_read_tokens,
+        "cacheWriteTokens": usage.cache_write_tokens,
+        "costUsd": usage.cost_usd,
+        "inputTokens": usage.input_tokens,
+        "outputTokens": usage.output_tokens,
+        "totalTokens": usage.total_tokens,
+    })
+}

@@ -1,0 +1,319 @@
+//! Results are written as they are read: one run after the other, one trial after the other, evidence straight through. So memory stays small
+//! however large the evidence is. What goes wrong in the middle cuts the connection: a caller never sees a shortened document that parses.
+
+use axum::{body::Body, response::Response};
+use bytes::Bytes;
+use evalgrid_domain::{evidence::TrialEvidence, request::SuiteBatchRequest};
+use evalgrid_proto::v1::{Batch, ObjectRef, Run, RunInBatch, Trial, evidence::Place};
+use futures::stream;
+use http::{HeaderValue, header};
+use serde::Serialize;
+use tokio::{
+    sync::{OwnedSemaphorePermit, mpsc},
+    time::timeout,
+};
+
+use crate::{
+    failure::Failure,
+    limits,
+    ops::{App, Caller},
+    render::{self, Incoherent},
+};
+
+/// EvalBatch.
+pub(crate) async fn batch(app: &App, caller: Caller, batch: Batch) -> Result<Response, Failure> {
+    respond(app, caller, batch, Whole::Batch).await
+}
+
+/// EvalRun.
+pub(crate) async fn run(app: &App, caller: Caller, run: RunInBatch) -> Result<Response, Failure> {
+    let batch = run.batch.filter(|batch| batch.runs.len() == 1);
+    let batch = batch.ok_or_else(|| internal(&Incoherent("a run without its batch")))?;
+    respond(app, caller, batch, Whole::Run).await
+}
+
+#[derive(Clone, Copy)]
+enum Whole {
+    Batch,
+    Run,
+}
+
+fn internal(error: &dyn std::error::Error) -> Failure {
+    tracing::error!(%error, "a result could not be written");
+    Failure::Internal
+}
+
+/// Reads the start request while a failure can still be answered properly, then streams.
+async fn respond(app: &App, caller: Caller, batch: Batch, whole: Whole) -> Result<Response, Failure> {
+    let place = match timeout(limits::RESULT_WAIT, app.results.clone().acquire_owned()).await {
+        Ok(Ok(place)) => place,
+        Ok(Err(_)) | Err(_) => return Err(Failure::Unavailable("Too much is being read at once. Try again.".into())),
+    };
+    let reference = batch.request.clone().ok_or_else(|| internal(&Incoherent("no start request")))?;
+    let size = usize::try_from(reference.size).unwrap_or(usize::MAX);
+    let memory = app.requests.take(size.saturating_mul(limits::REQUEST_WEIGHT)).await?;
+    let request = start_request(app, &caller, reference).await?;
+    for run in &batch.runs {
+        render::run_head(&batch, run, &request).map_err(|error| internal(&error))?;
+    }
+
+    let (pieces, receiver) = mpsc::channel(limits::PIECES_AHEAD);
+    let work = Work {
+        app: app.clone(),
+        caller,
+        batch,
+        request,
+        whole,
+        _places: (place, memory),
+    };
+    tokio::spawn(work.write(Writer {
+        pieces,
+        buffer: Vec::with_capacity(limits::PIECE),
+    }));
+    let mut response = Response::new(Body::from_stream(stream::unfold(Some(receiver), next_piece)));
+    response
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    Ok(response)
+}
+
+async fn start_request(app: &App, caller: &Caller, reference: ObjectRef) -> Result<SuiteBatchRequest, Failure> {
+    let mut bytes = Vec::new();
+    let limit = usize::try_from(reference.size).unwrap_or(usize::MAX);
+    let mut object = Object::open(app, caller, reference).await.map_err(|error| match error {
+        // The batch is there, so its object must be: its absence is not the caller's mistake.
+        Broken::Scheduler(status) if status.code() != tonic::Code::NotFound => Failure::from_status(&status),
+        error => internal(&error),
+    })?;
+    while let Some(chunk) = object.next().await.map_err(|error| internal(&error))? {
+        if bytes.len() + chunk.len() > limit {
+            return Err(internal(&Incoherent("an object longer than announced")));
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    serde_json::from_slice(&bytes).map_err(|error| internal(&error))
+}
+
+/// A piece of the document, or its end. A channel that closes without the end means that the writer died.
+enum Piece {
+    Data(Bytes),
+    End,
+}
+
+async fn next_piece(receiver: Option<mpsc::Receiver<Piece>>) -> Option<(Result<Bytes, Broken>, Option<mpsc::Receiver<Piece>>)> {
+    let mut receiver = receiver?;
+    match receiver.recv().await {
+        Some(Piece::Data(bytes)) => Some((Ok(bytes), Some(receiver))),
+        Some(Piece::End) => None,
+        None => Some((Err(Broken::CutShort), None)),
+    }
+}
+
+/// Why a result could not be written to its end.
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error("the caller has gone, or takes nothing")]
+    Caller,
+    #[error("an object could not be read: {0}")]
+    Scheduler(tonic::Status),
+    #[error("an object did not go on in time")]
+    Slow,
+    #[error("evidence is not one JSON object of its announced size")]
+    Evidence,
+    #[error(transparent)]
+    Incoherent(#[from] Incoherent),
+    #[error("not serialised: {0}")]
+    Json(#[from] serde_json::Error),
+    #[error("the result was cut short")]
+    CutShort,
+}
+
+struct Work {
+    app: App,
+    caller: Caller,
+    batch: Batch,
+    request: SuiteBatchRequest,
+    whole: Whole,
+    _places: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+}
+
+impl Work {
+    async fn write(self, mut writer: Writer) {
+        match self.document(&mut writer).await {
+            Ok(()) => {}
+            Err(Broken::Caller) => tracing::debug!(batch = self.batch.id, "the caller left before the end of a result"),
+            Err(error) => tracing::error!(batch = self.batch.id, %error, "a result was cut short"),
+        }
+    }
+
+    async fn document(&self, writer: &mut Writer) -> Result<(), Broken> {
+        match self.whole {
+            Whole::Run => {
+                for run in &self.batch.runs {
+                    self.run(writer, run).await?;
+                }
+            }
+            Whole::Batch => {
+                writer.open(&render::batch_head(&self.batch))?;
+                writer.text(b",\"runs\":[").await?;
+                for (index, run) in self.batch.runs.iter().enumerate() {
+                    writer.comma(index).await?;
+                    self.run(writer, run).await?;
+                }
+                writer.text(b"]}").await?;
+            }
+        }
+        writer.end().await
+    }
+
+    async fn run(&self, writer: &mut Writer, run: &Run) -> Result<(), Broken> {
+        writer.open(&render::run_head(&self.batch, run, &self.request)?)?;
+        writer.text(b",\"trials\":[").await?;
+        for (index, trial) in run.trials.iter().enumerate() {
+            writer.comma(index).await?;
+            self.trial(writer, trial).await?;
+        }
+        writer.text(b"]}").await
+    }
+
+    async fn trial(&self, writer: &mut Writer, trial: &Trial) -> Result<(), Broken> {
+        writer.open(&render::trial_head(trial))?;
+        let outcome = trial.outcome.as_ref();
+        let evidence = outcome.and_then(|outcome| outcome.evidence.as_ref());
+        let mut splice = Splice::default();
+        match evidence.and_then(|evidence| evidence.place.as_ref()) {
+            None => {
+                let void_fields = outcome.map(|outcome| outcome.void_fields.clone()).unwrap_or_default();
+                let none = TrialEvidence {
+                    void_fields,
+                    ..TrialEvidence::default()
+                };
+                splice.push(writer, &serde_json::to_vec(&none)?).await?;
+            }
+            Some(Place::Inline(bytes)) => splice.push(writer, bytes).await?,
+            Some(Place::Object(reference)) => {
+                let mut object = Object::open(&self.app, &self.caller, reference.clone()).await?;
+                while let Some(chunk) = object.next().await? {
+                    splice.push(writer, &chunk).await?;
+                }
+            }
+        }
+        splice.end()?;
+        writer.text(b"}").await
+    }
+}
+
+/// Puts the inside of one JSON object into another that is open: its braces are taken off, and nothing but them is looked at.
+#[derive(Default)]
+struct Splice {
+    begun: bool,
+    inside: bool,
+    last: Option<u8>,
+}
+
+impl Splice {
+    async fn push(&mut self, writer: &mut Writer, mut bytes: &[u8]) -> Result<(), Broken> {
+        if !self.begun && !bytes.is_empty() {
+            bytes = bytes.strip_prefix(b"{").ok_or(Broken::Evidence)?;
+            self.begun = true;
+        }
+        // The last byte is held back: it may be the closing brace.
+        let Some((last, rest)) = bytes.split_last() else { return Ok(()) };
+        if let Some(held) = self.last.replace(*last) {
+            self.inner(writer, &[held]).await?;
+        }
+        self.inner(writer, rest).await
+    }
+
+    async fn inner(&mut self, writer: &mut Writer, bytes: &[u8]) -> Result<(), Broken> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if !self.inside {
+            self.inside = true;
+            writer.text(b",").await?;
+        }
+        writer.text(bytes).await
+    }
+
+    fn end(self) -> Result<(), Broken> {
+        (self.last == Some(b'}')).then_some(()).ok_or(Broken::Evidence)
+    }
+}
+
+/// An object on its way, held to its announced size.
+struct Object {
+    chunks: tonic::Streaming<evalgrid_proto::v1::ObjectChunk>,
+    left: u64,
+}
+
+impl Object {
+    async fn open(app: &App, caller: &Caller, reference: ObjectRef) -> Result<Object, Broken> {
+        let left = reference.size;
+        let mut batches = app.batches.clone();
+        match timeout(limits::CALL_DEADLINE, batches.get_object(caller.request(reference))).await {
+            Ok(Ok(response)) => Ok(Object {
+                chunks: response.into_inner(),
+                left,
+            }),
+            Ok(Err(status)) => Err(Broken::Scheduler(status)),
+            Err(_) => Err(Broken::Slow),
+        }
+    }
+
+    async fn next(&mut self) -> Result<Option<Bytes>, Broken> {
+        let message = timeout(limits::CHUNK_DEADLINE, self.chunks.message())
+            .await
+            .map_err(|_| Broken::Slow)?;
+        let Some(chunk) = message.map_err(Broken::Scheduler)? else {
+            return (self.left == 0).then_some(None).ok_or(Broken::Evidence);
+        };
+        self.left = self.left.checked_sub(chunk.data.len() as u64).ok_or(Broken::Evidence)?;
+        Ok(Some(chunk.data))
+    }
+}
+
+/// Collects what is written into pieces, and waits for the caller to take them.
+struct Writer {
+    pieces: mpsc::Sender<Piece>,
+    buffer: Vec<u8>,
+}
+
+impl Writer {
+    /// A JSON object that has at least one key, left open. It goes into the buffer whole.
+    fn open(&mut self, object: &impl Serialize) -> Result<(), Broken> {
+        serde_json::to_writer(&mut self.buffer, object)?;
+        let brace = self.buffer.pop();
+        debug_assert_eq!(brace, Some(b'}'));
+        Ok(())
+    }
+
+    async fn comma(&mut self, index: usize) -> Result<(), Broken> {
+        match index {
+            0 => Ok(()),
+            _ => self.text(b",").await,
+        }
+    }
+
+    async fn text(&mut self, bytes: &[u8]) -> Result<(), Broken> {
+        self.buffer.extend_from_slice(bytes);
+        if self.buffer.len() >= limits::PIECE {
+            let full = std::mem::replace(&mut self.buffer, Vec::with_capacity(limits::PIECE));
+            self.send(Piece::Data(full.into())).await?;
+        }
+        Ok(())
+    }
+
+    async fn end(&mut self) -> Result<(), Broken> {
+        let rest = std::mem::take(&mut self.buffer);
+        self.send(Piece::Data(rest.into())).await?;
+        self.send(Piece::End).await
+    }
+
+    async fn send(&mut self, piece: Piece) -> Result<(), Broken> {
+        match timeout(limits::PIECE_DEADLINE, self.pieces.send(piece)).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(Broken::Caller),
+        }
+    }
+}
