@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, HarnessUsage, HomeFile, Setting, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, HomeFile, Setting, Turn, TurnCommand, TurnEnd, TurnOutput,
     lines::{Arrivals, Lines},
     recorder,
 };
@@ -51,7 +51,7 @@ impl Harness for Command {
                 ("SPHYNX_MODEL", setting.model.clone()),
                 ("SPHYNX_HOME", setting.home.clone()),
                 ("SPHYNX_WORKSPACE", setting.workspace.clone()),
-                ("SPHYNX_TRACE_LOG", below_home(recorder::LOG)),
+                ("SPHYNX_TRACE_LOG", below_home(&recorder::log(turn.number))),
                 ("SPHYNX_DEADLINE_MS", turn.deadline_ms.to_string()),
                 ("BASH_ENV", below_home(recorder::BASH_START)),
                 ("ZDOTDIR", below_home(recorder::ZSH_FOLDER)),
@@ -70,8 +70,8 @@ impl Harness for Command {
         })
     }
 
-    fn trace_log(&self) -> Option<&'static str> {
-        Some(recorder::LOG)
+    fn trace_log(&self, turn: u32) -> Option<String> {
+        Some(recorder::log(turn))
     }
 
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
@@ -148,9 +148,11 @@ impl Journal<'_> {
                     *reported = true;
                 }
             }
-            HarnessEvent::Usage { usage, .. } => self.end.usage.get_or_insert_with(HarnessUsage::default).add(usage),
+            HarnessEvent::Usage { usage, .. } => {
+                self.end.usage = Some(self.end.usage.map_or(*usage, |sum| sum.add(usage)));
+            }
             HarnessEvent::Finished { reason, .. } => {
-                self.end.failure = reason.strip_prefix(FAILED).map(failure_text);
+                self.end.failure = reason.strip_prefix(FAILED).map(|rest| rest.trim().to_owned());
                 self.finished = Some(reason.clone());
             }
             HarnessEvent::Message { .. } | HarnessEvent::FileChange { .. } | HarnessEvent::ToolCall { .. } => {}
@@ -165,11 +167,4 @@ const MAX_SESSION_ID: usize = 4_096;
 /// Can it be an environment variable?
 fn is_session(id: &str) -> bool {
     !id.is_empty() && id.len() <= MAX_SESSION_ID && !id.contains('\0')
-}
-
-fn failure_text(rest: &str) -> String {
-    match rest.trim() {
-        "" => "The agent failed".into(),
-        reason => format!("The agent failed: {reason}"),
-    }
 }

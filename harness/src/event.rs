@@ -2,7 +2,11 @@
 
 use std::borrow::Cow;
 
-use evalgrid_domain::number::Number;
+use evalgrid_domain::{
+    evidence::{JournalEntry, Role},
+    number::Number,
+    outcome::Usage,
+};
 use serde_json::{Map, Value};
 
 /// One thing that happened in a turn. Times are milliseconds since the epoch, and may have a fraction.
@@ -26,7 +30,7 @@ pub enum HarnessEvent {
         /// The words.
         text: String,
         /// What this message alone has used; never part of the trial's sum.
-        usage: Option<HarnessUsage>,
+        usage: Option<Usage>,
     },
     /// A shell command.
     Command {
@@ -72,7 +76,7 @@ pub enum HarnessEvent {
         /// When.
         at: f64,
         /// How many.
-        usage: HarnessUsage,
+        usage: Usage,
     },
     /// The turn is over.
     Finished {
@@ -81,47 +85,6 @@ pub enum HarnessEvent {
         /// Why; `failed:` means that the trial cannot be scored.
         reason: String,
     },
-}
-
-/// Who spoke.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// The agent.
-    Assistant,
-    /// The person.
-    User,
-}
-
-/// Tokens, and what they cost where the agent says so.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct HarnessUsage {
-    /// Sent to the model, without those from a cache.
-    pub input_tokens: u64,
-    /// Written by the model.
-    pub output_tokens: u64,
-    /// Read from a cache.
-    pub cache_read_tokens: u64,
-    /// Written to a cache.
-    pub cache_write_tokens: u64,
-    /// All, as the agent counts them.
-    pub total_tokens: u64,
-    /// US dollars.
-    pub cost_usd: Option<f64>,
-}
-
-impl HarnessUsage {
-    /// Adds another turn's.
-    pub fn add(&mut self, other: &Self) {
-        self.input_tokens = self.input_tokens.saturating_add(other.input_tokens);
-        self.output_tokens = self.output_tokens.saturating_add(other.output_tokens);
-        self.cache_read_tokens = self.cache_read_tokens.saturating_add(other.cache_read_tokens);
-        self.cache_write_tokens = self.cache_write_tokens.saturating_add(other.cache_write_tokens);
-        self.total_tokens = self.total_tokens.saturating_add(other.total_tokens);
-        self.cost_usd = match (self.cost_usd, other.cost_usd) {
-            (Some(a), Some(b)) => Some(a + b),
-            (a, b) => a.or(b),
-        };
-    }
 }
 
 impl HarnessEvent {
@@ -139,6 +102,59 @@ impl HarnessEvent {
             .ok()?;
         let Value::Object(fields) = value else { return None };
         Self::from_fields(&Fields(&fields), arrived_at as f64)
+    }
+
+    /// What a trajectory keeps of it, not yet sealed. `None`: the session's begin and end, and usage, are no entries.
+    pub fn into_entry(self) -> Option<JournalEntry> {
+        let time = |at: f64| Some(Number(at));
+        Some(match self {
+            Self::Started { .. } | Self::Usage { .. } | Self::Finished { .. } => return None,
+            Self::Message { at, role, text, usage } => JournalEntry::Message {
+                finished_at_millis: time(at),
+                role: Some(role),
+                text,
+                usage,
+            },
+            Self::Command {
+                at,
+                started_at,
+                command,
+                exit_code,
+                output,
+            } => JournalEntry::Command {
+                command,
+                exit_code,
+                finished_at_millis: time(at),
+                output,
+                output_truncated: false,
+                started_at_millis: started_at.map(Number),
+            },
+            Self::FileChange { at, paths } => JournalEntry::FileChange {
+                finished_at_millis: time(at),
+                paths,
+            },
+            Self::ToolCall {
+                at,
+                started_at,
+                call_id: _,
+                name,
+                input,
+                output,
+                error,
+                status,
+            } => JournalEntry::ToolCall {
+                error,
+                error_truncated: false,
+                finished_at_millis: time(at),
+                input: Some(input),
+                input_truncated: false,
+                name,
+                output,
+                output_truncated: false,
+                started_at_millis: started_at.map(Number),
+                status,
+            },
+        })
     }
 
     fn from_fields(fields: &Fields<'_>, arrived_at: f64) -> Option<Self> {
@@ -248,10 +264,10 @@ impl Fields<'_> {
         }
     }
 
-    fn usage(&self) -> Option<HarnessUsage> {
+    fn usage(&self) -> Option<Usage> {
         let input_tokens = self.count("inputTokens")??;
         let output_tokens = self.count("outputTokens")??;
-        Some(HarnessUsage {
+        Some(Usage {
             input_tokens,
             output_tokens,
             cache_read_tokens: self.count("cacheReadTokens")?.unwrap_or(0),
@@ -259,7 +275,7 @@ impl Fields<'_> {
             total_tokens: self.count("totalTokens")?.unwrap_or(input_tokens + output_tokens),
             cost_usd: match self.0.get("costUsd") {
                 None | Some(Value::Null) => None,
-                Some(cost) => Some(cost.as_f64().filter(|cost| *cost >= 0.0)?),
+                Some(cost) => Some(Number(cost.as_f64().filter(|cost| *cost >= 0.0)?)),
             },
         })
     }
@@ -373,7 +389,7 @@ mod tests {
             r#"{"_tag":"Usage","inputTokens":9120,"outputTokens":312,"cacheReadTokens":8000}"#,
             Some(HarnessEvent::Usage {
                 at: 7.0,
-                usage: HarnessUsage {
+                usage: Usage {
                     input_tokens: 9120,
                     output_tokens: 312,
                     cache_read_tokens: 8000,

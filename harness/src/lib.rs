@@ -8,13 +8,15 @@ use std::{
     io::{self, Read},
 };
 
+use evalgrid_domain::outcome::Usage;
+
 pub mod command;
 pub mod event;
 pub mod lines;
 pub mod recorder;
 
 pub use command::Command;
-pub use event::{HarnessEvent, HarnessUsage, Role};
+pub use event::HarnessEvent;
 
 /// What every turn of a trial has in common. Paths are absolute, as processes inside the sandbox see them.
 #[derive(Clone, Debug)]
@@ -36,6 +38,8 @@ pub struct Setting {
 /// One turn to start.
 #[derive(Clone, Debug)]
 pub struct Turn<'a> {
+    /// From 1.
+    pub number: u32,
     /// What the person says: the case's prompt, or a later reply.
     pub prompt: &'a str,
     /// The session to go on with; `None` on the first turn.
@@ -83,10 +87,10 @@ pub struct TurnOutput<'a> {
 pub struct TurnEnd {
     /// The session that a next turn can go on with.
     pub session_id: Option<String>,
-    /// Why the trial cannot be scored, where the agent said so.
+    /// The agent said that the trial cannot be scored; its reason, which may be empty.
     pub failure: Option<String>,
     /// The sum of all usage reported; `None` where none was.
-    pub usage: Option<HarnessUsage>,
+    pub usage: Option<Usage>,
     /// What was lost or odd in the output, for people.
     pub diagnostics: Vec<String>,
 }
@@ -102,8 +106,8 @@ pub trait Harness: Send + Sync {
     /// The process of one turn.
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError>;
 
-    /// The recorder's log below HOME; to be read, and removed, after each turn.
-    fn trace_log(&self) -> Option<&'static str>;
+    /// The recorder's log of a turn, below HOME. Each turn has its own, so that it records only its own commands and can be read again.
+    fn trace_log(&self, turn: u32) -> Option<String>;
 
     /// Reads a finished turn. Events come in order, one at a time, as big as the agent made them; nothing in the output is an error, only
     /// failing to read it is.

@@ -7,8 +7,14 @@ use serde_json::Value;
 
 use crate::HomeFile;
 
-/// The log, below HOME.
-pub const LOG: &str = ".sphynx/trace.ndjson";
+/// The log of a turn, below HOME. One file per turn, where the documentation has one that is emptied: nothing is lost when the executor dies
+/// between reading and recording a turn, and what an earlier turn left running does not speak in a later one.
+pub fn log(turn: u32) -> String {
+    match turn {
+        1 => ".sphynx/trace.ndjson".into(),
+        turn => format!(".sphynx/trace-{turn}.ndjson"),
+    }
+}
 /// bash's start file, below HOME.
 pub const BASH_START: &str = ".sphynx/trace.sh";
 /// zsh's start folder, below HOME.

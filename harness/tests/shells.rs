@@ -34,6 +34,7 @@ fn run(script: &str, env: &[(&str, &str)]) -> Ran {
         .turn(
             &setting,
             &Turn {
+                number: 1,
                 prompt: "do it",
                 session_id: None,
                 deadline_ms: 5,
@@ -50,7 +51,7 @@ fn run(script: &str, env: &[(&str, &str)]) -> Ran {
         .stdin(process::Stdio::null())
         .output()
         .unwrap();
-    let log = fs::read(home.path().join(recorder::LOG)).unwrap_or_default();
+    let log = fs::read(home.path().join(recorder::log(1))).unwrap_or_default();
     for line in log.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
         let line: serde_json::Value = serde_json::from_str(&String::from_utf8_lossy(line)).expect("each line is JSON");
         assert_eq!(line["source"], "trap");
