@@ -1,1 +1,15 @@
-//! The state machine: organizations, batches, runs, trials, steps, leases, custody. No I/O, no clock, no randomness, no tokio.
+//! The state machine of a cell: organizations, keys, batches, trials, leases and the custody of sandboxes.
+//!
+//! `decide::*` look at a [`State`] and a request and answer with the events that would carry it out, or a refusal; [`State::apply`] changes
+//! the state by one event. Both are pure: no I/O, no clock, no randomness, no tokio. Time comes in as `now_ms`, identifiers and jitter come
+//! in as values, and `apply` takes time from events only, so production, replay and simulation run the same code.
+
+mod apply;
+pub mod decide;
+mod queue;
+pub mod state;
+pub mod view;
+
+pub use apply::ApplyError;
+pub use evalgrid_proto::log::v1::{Event, event::Kind};
+pub use state::{Batch, BatchPhase, Key, Lease, Organization, Phase, Sandbox, State, Trial, TrialKey};

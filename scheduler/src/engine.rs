@@ -1,0 +1,333 @@
+//! The one place where state changes: decide and apply run at once in memory, the events join the next commit group, and everybody who
+//! acts on them waits until their position is durable.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread,
+};
+
+use bytes::{Bytes, BytesMut};
+use evalgrid_domain::ids::{BatchId, DIRECTORY_PARTITION, OrgId, partition};
+use evalgrid_proto::log::v1::{Event, event::Kind};
+use evalgrid_store::{
+    Log, Record,
+    log::{MAX_GROUP_BYTES, MAX_GROUP_RECORDS, RECORD_OVERHEAD},
+};
+use evalgrid_workflow::{State, decide};
+use prost::Message as _;
+use tokio::sync::watch;
+
+use crate::{clock::World, sessions::Sessions};
+
+/// Records applied and not yet durable. Past this, newcomers wait: memory stays bounded when the disk stalls.
+const MAX_UNCOMMITTED_RECORDS: u64 = 4 * MAX_GROUP_RECORDS as u64;
+
+/// The scheduler is stopping; nothing more becomes durable.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error("the scheduler is stopping")]
+pub struct Stopping;
+
+/// A cheap handle.
+#[derive(Clone)]
+pub struct Engine {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    core: Mutex<Core>,
+    /// Tells the committer that something is pending, or that it shall end.
+    pending: Condvar,
+    durable: watch::Sender<u64>,
+    world: Arc<dyn World>,
+}
+
+/// What the lock guards. The lock is a plain one, held for microseconds and never across an await.
+pub struct Core {
+    /// The state machine.
+    pub state: State,
+    /// Workers that are here now.
+    pub sessions: Sessions,
+    /// Ended batches whose result is not durable as an object yet.
+    pub ended: Vec<BatchId>,
+    /// The last sequence of each partition.
+    sequences: Vec<u64>,
+    partitions: HashMap<OrgId, u16>,
+    pending: Vec<Record>,
+    pending_bytes: usize,
+    position: u64,
+    stopping: bool,
+    own_verdict: bool,
+    scratch: BytesMut,
+    now_ms: u64,
+    steady_ms: u64,
+}
+
+impl Core {
+    /// Takes over what recovery has read.
+    pub fn new(state: State, sequences: Vec<u64>, position: u64) -> Core {
+        Core {
+            state,
+            sessions: Sessions::default(),
+            ended: Vec::new(),
+            sequences,
+            partitions: HashMap::new(),
+            pending: Vec::new(),
+            pending_bytes: 0,
+            position,
+            stopping: false,
+            own_verdict: false,
+            scratch: BytesMut::new(),
+            now_ms: 0,
+            steady_ms: 0,
+        }
+    }
+
+    /// The time of this turn: never before an earlier event.
+    pub fn now_ms(&self) -> u64 {
+        self.now_ms
+    }
+
+    /// Time for liveness.
+    pub fn steady_ms(&self) -> u64 {
+        self.steady_ms
+    }
+
+    /// The position of the newest event; whoever acts on what it saw waits until this is durable.
+    pub fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Applies an event and whatever follows from it by itself, and queues them for the next commit group.
+    pub fn commit(&mut self, event: Event) {
+        let mut next = Some(event);
+        while let Some(event) = next {
+            self.commit_one(&event);
+            next = decide::after(&self.state, &event);
+        }
+    }
+
+    /// As [`Core::commit`], for a verdict from the lease's own worker, which needs no telling that its lease has ended.
+    pub fn commit_settled(&mut self, event: Event) {
+        self.own_verdict = true;
+        self.commit(event);
+        self.own_verdict = false;
+    }
+
+    /// Several events, in order.
+    pub fn commit_all(&mut self, events: impl IntoIterator<Item = Event>) {
+        events.into_iter().for_each(|event| self.commit(event));
+    }
+
+    fn commit_one(&mut self, event: &Event) {
+        let partition = self.partition_of(event);
+        self.before_apply(event);
+        if let Err(error) = self.state.apply(event) {
+            // Memory and log would part ways: the log is the truth, so the process ends and replays it.
+            fatal(&format!("{error}: {event:?}"));
+        }
+        if let Some(Kind::BatchEnded(ended)) = &event.kind
+            && let Ok(id) = <[u8; 16]>::try_from(ended.batch.as_ref())
+        {
+            self.ended.push(BatchId(id));
+        }
+        self.scratch.reserve(event.encoded_len());
+        if let Err(error) = event.encode(&mut self.scratch) {
+            fatal(&format!("an event cannot be encoded: {error}"));
+        }
+        let payload: Bytes = self.scratch.split().freeze();
+        let sequence = &mut self.sequences[usize::from(partition)];
+        *sequence += 1;
+        self.pending_bytes += payload.len() + RECORD_OVERHEAD;
+        self.pending.push(Record {
+            partition,
+            sequence: *sequence,
+            payload,
+        });
+        self.position += 1;
+    }
+
+    /// A verdict that did not come from the worker itself takes its lease away: tell it.
+    fn before_apply(&mut self, event: &Event) {
+        let Some(Kind::TrialSettled(settled)) = &event.kind else { return };
+        if !self.own_verdict
+            && let Some(lease) = self.state.lease(settled.token)
+        {
+            let reason = settled
+                .outcome
+                .as_ref()
+                .and_then(|outcome| outcome.failure.clone())
+                .unwrap_or_default();
+            self.sessions
+                .revoke(&lease.worker_id.clone(), settled.token, reason, self.position + 1);
+        }
+    }
+
+    fn partition_of(&mut self, event: &Event) -> u16 {
+        let organization = match &event.kind {
+            Some(Kind::BatchStarted(started)) => started.organization_id.parse().ok(),
+            Some(Kind::BatchArchived(archived)) => archived.organization_id.parse().ok(),
+            Some(Kind::StepRecorded(step)) => self.organization_of_token(step.token),
+            Some(Kind::AttemptEnded(ended)) => ended.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
+            Some(Kind::LeaseGranted(lease)) => lease.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
+            Some(Kind::TrialSettled(settled)) => settled.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
+            Some(Kind::BatchEnded(ended)) => self.organization_of_batch(&ended.batch),
+            // Custody outlives batches, so it is kept with the cell's own facts.
+            Some(Kind::SandboxDestroyed(_) | Kind::OrganizationCreated(_) | Kind::KeyCreated(_) | Kind::KeyRevoked(_)) | None => None,
+        };
+        match organization {
+            Some(id) => *self.partitions.entry(id).or_insert_with(|| partition(&id)),
+            None => DIRECTORY_PARTITION,
+        }
+    }
+
+    fn organization_of_token(&self, token: u64) -> Option<OrgId> {
+        let lease = self.state.lease(token)?;
+        Some(self.state.batch(&lease.trial.batch)?.organization)
+    }
+
+    fn organization_of_batch(&self, batch: &[u8]) -> Option<OrgId> {
+        Some(self.state.batch(&BatchId(batch.try_into().ok()?))?.organization)
+    }
+}
+
+impl Engine {
+    /// Starts the committer on its own thread. It ends, and lets go of the log, some time after [`Engine::stop`].
+    pub fn start(core: Core, mut log: Box<dyn Log>, world: Arc<dyn World>) -> std::io::Result<(Engine, thread::JoinHandle<()>)> {
+        let (durable, _) = watch::channel(core.position);
+        let shared = Arc::new(Shared {
+            core: Mutex::new(core),
+            pending: Condvar::new(),
+            durable,
+            world,
+        });
+        let engine = Engine { shared: shared.clone() };
+        let committer = thread::Builder::new()
+            .name("committer".into())
+            .spawn(move || commit_loop(&shared, log.as_mut()))?;
+        Ok((engine, committer))
+    }
+
+    /// Runs `turn` on the state. The second value is the position that must be durable before anybody acts on the first.
+    pub fn turn<T>(&self, turn: impl FnOnce(&mut Core) -> T) -> (T, u64) {
+        let mut core = self.lock();
+        core.now_ms = self.shared.world.now_ms().max(core.state.last_ms());
+        core.steady_ms = self.shared.world.steady_ms();
+        let value = turn(&mut core);
+        let position = core.position;
+        let wake = !core.pending.is_empty();
+        drop(core);
+        if wake {
+            self.shared.pending.notify_one();
+        }
+        (value, position)
+    }
+
+    /// As [`Engine::turn`], and waits until it may be acted upon.
+    pub async fn settled_turn<T>(&self, turn: impl FnOnce(&mut Core) -> T) -> Result<T, Stopping> {
+        let (value, position) = self.turn(turn);
+        self.durable(position).await?;
+        Ok(value)
+    }
+
+    /// Waits until everything up to `position` is durable.
+    pub async fn durable(&self, position: u64) -> Result<(), Stopping> {
+        if *self.shared.durable.borrow() >= position {
+            return Ok(());
+        }
+        let mut durable = self.shared.durable.subscribe();
+        durable
+            .wait_for(|reached| *reached >= position)
+            .await
+            .map(|_| ())
+            .map_err(|_| Stopping)
+    }
+
+    /// Waits while too much is applied that is not durable yet.
+    pub async fn admit(&self) -> Result<(), Stopping> {
+        let position = self.lock().position;
+        self.durable(position.saturating_sub(MAX_UNCOMMITTED_RECORDS)).await
+    }
+
+    /// Follows the durable position: a hint that something may have changed.
+    pub fn watch(&self) -> watch::Receiver<u64> {
+        self.shared.durable.subscribe()
+    }
+
+    /// Time and chance.
+    pub fn world(&self) -> &dyn World {
+        self.shared.world.as_ref()
+    }
+
+    /// Lets the committer write what is pending and end.
+    pub fn stop(&self) {
+        self.lock().stopping = true;
+        self.shared.pending.notify_one();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Core> {
+        // A panic under the lock may have left half a change: the log is the truth, so the process ends and replays it.
+        self.shared
+            .core
+            .lock()
+            .unwrap_or_else(|_| fatal("a turn on the state has panicked"))
+    }
+}
+
+/// Takes what is pending, writes it as one group, syncs once, tells everyone. No timer: the groups form while the disk is busy.
+fn commit_loop(shared: &Shared, log: &mut dyn Log) {
+    let mut group = Vec::new();
+    loop {
+        let position = {
+            let mut core = match shared.core.lock() {
+                Ok(core) => core,
+                Err(_) => fatal("a turn on the state has panicked"),
+            };
+            while core.pending.is_empty() {
+                if core.stopping {
+                    return;
+                }
+                core = match shared.pending.wait(core) {
+                    Ok(core) => core,
+                    Err(_) => fatal("a turn on the state has panicked"),
+                };
+            }
+            take_group(&mut core, &mut group)
+        };
+        if let Err(error) = log.append(&group) {
+            // Whether the group is there is unknown. Only reading the log again can tell, and that is what a start does.
+            fatal(&format!("the log could not be written: {error}"));
+        }
+        group.clear();
+        shared.durable.send_replace(position);
+    }
+}
+
+/// Moves as much as one group may hold from `pending` to `group`; answers with the position that its last record has.
+fn take_group(core: &mut Core, group: &mut Vec<Record>) -> u64 {
+    if core.pending.len() <= MAX_GROUP_RECORDS && core.pending_bytes <= MAX_GROUP_BYTES {
+        std::mem::swap(&mut core.pending, group);
+        core.pending_bytes = 0;
+        return core.position;
+    }
+    let mut bytes = 0;
+    let mut count = 0;
+    for record in core.pending.iter().take(MAX_GROUP_RECORDS) {
+        let size = record.payload.len() + RECORD_OVERHEAD;
+        if count > 0 && bytes + size > MAX_GROUP_BYTES {
+            break;
+        }
+        bytes += size;
+        count += 1;
+    }
+    group.extend(core.pending.drain(..count));
+    core.pending_bytes -= bytes;
+    core.position - core.pending.len() as u64
+}
+
+/// The process cannot go on honestly; the next start replays the log.
+pub(crate) fn fatal(message: &str) -> ! {
+    tracing::error!("{message}; the process ends, start it again to recover from the log");
+    eprintln!("evalgrid: {message}; the process ends, start it again to recover from the log");
+    std::process::exit(70)
+}

@@ -1,0 +1,137 @@
+//! The read side: batches in memory, and those that have left it.
+
+use std::sync::Arc;
+
+use evalgrid_domain::{
+    ids::{BatchId, OrgId},
+    limits::{DEFAULT_PAGE, MAX_PAGE},
+};
+use evalgrid_proto::{log::v1::BatchArchived, v1};
+use evalgrid_store::{Index, IndexError, Objects};
+use evalgrid_workflow::view;
+use prost::Message as _;
+use tonic::Status;
+
+use crate::{auth::stopping, chunks, engine::Engine};
+
+/// The row of an archived batch: newest first under its organization.
+pub fn row_key(organization: &OrgId, batch: &BatchId) -> Vec<u8> {
+    let mut key = row_prefix(organization);
+    key.extend(batch.0.map(|byte| !byte));
+    key
+}
+
+fn row_prefix(organization: &OrgId) -> Vec<u8> {
+    let mut key = b"b/".to_vec();
+    key.extend(organization.0);
+    key
+}
+
+/// Where readers look.
+#[derive(Clone)]
+pub struct Reader {
+    /// Live state.
+    pub engine: Engine,
+    /// Rows of archived batches.
+    pub index: Arc<dyn Index>,
+    /// Their results.
+    pub objects: Arc<dyn Objects>,
+}
+
+impl Reader {
+    /// A batch of an organization, or only one run of it.
+    pub async fn batch(&self, organization: &OrgId, id: &BatchId, only: Option<u8>) -> Result<v1::Batch, Status> {
+        let live = self.engine.settled_turn(|core| {
+            let batch = core.state.batch(id).filter(|batch| batch.organization == *organization)?;
+            Some(view::batch(batch, only))
+        });
+        if let Some(batch) = live.await.map_err(|_| stopping())? {
+            return Ok(batch);
+        }
+        let not_found = || Status::not_found(format!("there is no batch with the id {id}"));
+        let key = row_key(organization, id);
+        let index = self.index.clone();
+        let row = blocking(move || index.get(&key)).await?.ok_or_else(not_found)?;
+        let manifest = BatchArchived::decode(row.as_slice())
+            .ok()
+            .and_then(|archived| archived.manifest)
+            .ok_or_else(|| {
+                tracing::error!(%id, "the index row of a batch cannot be read");
+                Status::internal("the index row of this batch cannot be read; rebuild the index")
+            })?;
+        let bytes = chunks::fetch(self.objects.as_ref(), organization, &manifest).await?;
+        let mut batch = v1::Batch::decode(bytes).map_err(|error| {
+            tracing::error!(%id, %error, "the manifest of a batch cannot be read");
+            Status::internal("the manifest of this batch cannot be read")
+        })?;
+        if let Some(run) = only {
+            batch
+                .runs
+                .retain(|candidate| candidate.id == evalgrid_domain::ids::RunId { batch: *id, run }.to_string());
+        }
+        Ok(batch)
+    }
+
+    /// A page of an organization's batches, newest first.
+    pub async fn list(&self, organization: &OrgId, request: &v1::ListBatchesRequest) -> Result<v1::BatchPage, Status> {
+        let limit = match request.limit {
+            0 => DEFAULT_PAGE,
+            asked => asked.clamp(1, MAX_PAGE as i64) as usize,
+        };
+        let after: Option<BatchId> = match &request.cursor {
+            Some(cursor) => Some(
+                cursor
+                    .id
+                    .parse()
+                    .map_err(|_| Status::invalid_argument("cursor.id: not the id of a batch"))?,
+            ),
+            None => None,
+        };
+        let older = move |id: &BatchId| after.is_none_or(|after| *id < after);
+        // The index first: a batch that moves there meanwhile is then seen in both places, never in none.
+        let prefix = row_prefix(organization);
+        let after_key = after.map(|after| row_key(organization, &after));
+        let index = self.index.clone();
+        let rows = blocking(move || index.scan(&prefix, after_key.as_deref(), limit + 1)).await?;
+        let live = self.engine.settled_turn(|core| {
+            let organization = core.state.organization(organization)?;
+            let ids = organization.in_memory.iter().rev().filter(|id| older(id)).take(limit + 1);
+            let summaries = ids
+                .filter_map(|id| core.state.batch(id))
+                .map(|batch| (batch.id, view::summary(batch)));
+            Some((summaries.collect::<Vec<_>>(), organization.started))
+        });
+        let (mut batches, total) = live.await.map_err(|_| stopping())?.unwrap_or_default();
+        for (_, row) in rows {
+            let summary = BatchArchived::decode(row.as_slice()).ok().and_then(|archived| archived.summary);
+            if let Some((id, summary)) = summary.and_then(|summary| Some((summary.id.parse().ok()?, summary))) {
+                batches.push((id, summary));
+            }
+        }
+        batches.sort_by_key(|(id, _): &(BatchId, _)| std::cmp::Reverse(*id));
+        batches.dedup_by_key(|(id, _)| *id);
+        let more = batches.len() > limit;
+        batches.truncate(limit);
+        let next = batches.last().filter(|_| more).map(|(id, summary)| v1::PageCursor {
+            id: id.to_string(),
+            started_at_ms: summary.started_at_ms,
+        });
+        Ok(v1::BatchPage {
+            batches: batches.into_iter().map(|(_, summary)| summary).collect(),
+            next,
+            total,
+        })
+    }
+}
+
+/// The index blocks; its work goes to the threads for that.
+pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, IndexError> + Send + 'static) -> Result<T, Status> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            tracing::error!("index: {error}");
+            Err(Status::unavailable("the index failed; the scheduler's log says why"))
+        }
+        Err(_) => Err(stopping()),
+    }
+}

@@ -1,0 +1,283 @@
+//! The service for workers: one stream each, leases down, grouped facts up, one acknowledgement per group once it is durable.
+
+use std::{pin::Pin, sync::Arc, time::Duration};
+
+use evalgrid_domain::ids::OrgId;
+use evalgrid_proto::v1::{
+    self, AttemptFailure, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers,
+};
+use evalgrid_store::Objects;
+use evalgrid_workflow::decide::{self, Refusal};
+use futures::Stream;
+use tokio::sync::{mpsc, watch};
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::{
+    auth::{SharedToken, stopping},
+    chunks,
+    clock::World,
+    dispatch::{Variables, dispatch},
+    engine::{Core, Engine},
+    sessions::{MAX_OUTBOUND, Outbound},
+};
+
+/// A worker that says nothing after connecting is not one.
+const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+/// An object's stream that stalls this long is cut.
+const OBJECT_DEADLINE: Duration = Duration::from_secs(120);
+/// Retries of a lost sandbox wait this long and up to twice as long, so that a provider's hiccup does not meet a herd.
+const RETRY_DELAY_MS: u64 = 500;
+/// Longest worker id, incarnation, boot id or provider name.
+const MAX_NAME_BYTES: usize = 128;
+/// More slots than any one machine can serve.
+const MAX_SLOTS: u32 = 10_000;
+
+/// Jitter between one and two [`RETRY_DELAY_MS`].
+pub fn retry_delay_ms(world: &dyn World) -> u64 {
+    let mut bytes = [0; 8];
+    world.random(&mut bytes);
+    RETRY_DELAY_MS + u64::from_le_bytes(bytes) % RETRY_DELAY_MS
+}
+
+/// The service.
+#[derive(Clone)]
+pub struct WorkersService {
+    /// State.
+    pub engine: Engine,
+    /// Evidence.
+    pub objects: Arc<dyn Objects>,
+    /// Who may call.
+    pub token: SharedToken,
+    /// What profiles may name.
+    pub variables: Arc<Variables>,
+    /// How long a silent worker keeps its leases.
+    pub lease: Duration,
+    /// Ends the streams.
+    pub shutdown: watch::Receiver<bool>,
+}
+
+type WorkStream = Pin<Box<dyn Stream<Item = Result<ToWorker, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Workers for WorkersService {
+    type WorkStream = WorkStream;
+    type GetObjectStream = chunks::ChunkStream;
+
+    async fn work(&self, request: Request<Streaming<FromWorker>>) -> Result<Response<WorkStream>, Status> {
+        self.token.check(request.metadata(), "workers'")?;
+        let mut inbound = request.into_inner();
+        let (sender, outbound) = mpsc::channel(MAX_OUTBOUND);
+        let service = self.clone();
+        // The greeting is awaited inside the task: the response's headers must not wait for the worker's first message.
+        tokio::spawn(async move {
+            let mut shutdown = service.shutdown.clone();
+            let served = async {
+                let hello = match tokio::time::timeout(HELLO_DEADLINE, inbound.message()).await {
+                    Ok(Ok(Some(FromWorker {
+                        message: Some(from_worker::Message::Hello(hello)),
+                    }))) => hello,
+                    _ => return,
+                };
+                if let Err(problem) = check_hello(&hello) {
+                    tracing::warn!(problem, "a worker's greeting is refused");
+                    return;
+                }
+                let number = service.welcome(&hello, sender);
+                service.listen(&hello.worker_id, number, &mut inbound).await;
+                service.engine.turn(|core| core.sessions.leave(&hello.worker_id, number));
+                tracing::info!(worker_id = hello.worker_id, "a worker's connection has ended");
+            };
+            tokio::select! {
+                () = served => {}
+                _ = shutdown.wait_for(|stop| *stop) => {}
+            }
+        });
+        Ok(Response::new(deliver(self.engine.clone(), outbound)))
+    }
+
+    async fn put_object(&self, request: Request<Streaming<v1::PutObjectChunk>>) -> Result<Response<v1::ObjectRef>, Status> {
+        self.token.check(request.metadata(), "workers'")?;
+        let write = chunks::write(self.objects.as_ref(), request.into_inner());
+        let reference = tokio::time::timeout(OBJECT_DEADLINE, write).await;
+        Ok(Response::new(
+            reference.map_err(|_| Status::deadline_exceeded("the object took too long to arrive"))??,
+        ))
+    }
+
+    async fn get_object(&self, request: Request<v1::WorkerObjectRequest>) -> Result<Response<chunks::ChunkStream>, Status> {
+        self.token.check(request.metadata(), "workers'")?;
+        let request = request.into_inner();
+        let organization: OrgId = request
+            .organization_id
+            .parse()
+            .map_err(|error| Status::invalid_argument(format!("organization_id: {error}")))?;
+        let reference = request.object.ok_or_else(|| Status::invalid_argument("object: missing"))?;
+        Ok(Response::new(chunks::read(self.objects.as_ref(), &organization, &reference).await?))
+    }
+}
+
+/// Messages leave in order, each once its position is durable.
+fn deliver(engine: Engine, outbound: mpsc::Receiver<Outbound>) -> WorkStream {
+    Box::pin(futures::stream::unfold((engine, outbound), |(engine, mut outbound)| async move {
+        let (position, message) = outbound.recv().await?;
+        let item = match engine.durable(position).await {
+            Ok(()) => Ok(ToWorker { message: Some(message) }),
+            Err(_) => Err(stopping()),
+        };
+        Some((item, (engine, outbound)))
+    }))
+}
+
+fn check_hello(hello: &Hello) -> Result<(), &'static str> {
+    let names = [&hello.worker_id, &hello.incarnation, &hello.boot_id];
+    if names
+        .into_iter()
+        .chain(&hello.providers)
+        .any(|name| name.is_empty() || name.len() > MAX_NAME_BYTES)
+    {
+        return Err("a name is empty or too long");
+    }
+    if hello.slots > MAX_SLOTS {
+        return Err("too many slots");
+    }
+    Ok(())
+}
+
+impl WorkersService {
+    fn welcome(&self, hello: &Hello, outbound: mpsc::Sender<Outbound>) -> u64 {
+        let lease_ms = self.lease.as_millis() as u64;
+        let welcome = v1::Welcome {
+            lease_ms,
+            heartbeat_ms: lease_ms / 5,
+        };
+        let (number, _) = self.engine.turn(|core| {
+            let now_ms = core.now_ms();
+            let steady_ms = core.steady_ms();
+            let number = core.sessions.join(hello, outbound, steady_ms);
+            let events = decide::hello_leases(&core.state, hello, now_ms);
+            core.commit_all(events);
+            let events = decide::hello_sandboxes(&core.state, hello, now_ms);
+            core.commit_all(events);
+            let position = core.position();
+            core.sessions.send(&hello.worker_id, position, Message::Welcome(welcome));
+            for token in &hello.held {
+                if core.state.lease(*token).is_none_or(|lease| lease.worker_id != hello.worker_id) {
+                    core.sessions
+                        .revoke(&hello.worker_id, *token, "the lease has ended".into(), position);
+                }
+            }
+            for sandbox in decide::unneeded(&core.state, hello) {
+                let destroy = v1::Destroy {
+                    sandbox: sandbox.to_owned(),
+                };
+                core.sessions.send(&hello.worker_id, position, Message::Destroy(destroy));
+            }
+            dispatch(core, &self.variables);
+            number
+        });
+        tracing::info!(worker_id = hello.worker_id, slots = hello.slots, held = hello.held.len(), providers = ?hello.providers, "a worker has come");
+        number
+    }
+
+    async fn listen(&self, worker_id: &str, number: u64, inbound: &mut Streaming<FromWorker>) {
+        loop {
+            let message = match inbound.message().await {
+                Ok(Some(FromWorker { message: Some(message) })) => message,
+                Ok(Some(FromWorker { message: None })) => continue,
+                Ok(None) => return,
+                Err(status) => {
+                    tracing::debug!(worker_id, %status, "the worker's stream broke");
+                    return;
+                }
+            };
+            if self.engine.admit().await.is_err() {
+                return;
+            }
+            let (current, _) = self.engine.turn(|core| {
+                let steady_ms = core.steady_ms();
+                match core.sessions.current(worker_id, number) {
+                    Some(session) => session.heard_ms = steady_ms,
+                    None => return false,
+                }
+                match message {
+                    from_worker::Message::Heartbeat(v1::Heartbeat { number }) => {
+                        core.sessions.send(worker_id, 0, Message::Heartbeat(v1::HeartbeatReply { number }));
+                    }
+                    from_worker::Message::Report(report) => self.report(core, worker_id, number, report),
+                    from_worker::Message::Hello(_) => {
+                        tracing::warn!(worker_id, "a second greeting on one stream; the connection is cut");
+                        return false;
+                    }
+                }
+                true
+            });
+            if !current {
+                return;
+            }
+        }
+    }
+
+    /// Records a group of facts. What a token without a lease reports is not recorded, and the worker is told.
+    fn report(&self, core: &mut Core, worker_id: &str, number: u64, report: Report) {
+        let now_ms = core.now_ms();
+        let mut stale = Vec::new();
+        let mut refuse = |token: u64, refusal: Refusal| {
+            if refusal != Refusal::Stale {
+                tracing::error!(worker_id, token, "a worker's report is refused: {refusal}");
+            }
+            if !stale.contains(&token) {
+                stale.push(token);
+            }
+        };
+        for step in report.steps {
+            let token = step.token;
+            match decide::step(&core.state, worker_id, step, now_ms) {
+                Ok(event) => core.commit_all(event),
+                Err(refusal) => refuse(token, refusal),
+            }
+        }
+        for result in report.results {
+            let Some(outcome) = result.outcome else { continue };
+            match decide::result(&core.state, worker_id, result.token, outcome, now_ms) {
+                Ok(event) => core.commit_settled(event),
+                Err(refusal) => refuse(result.token, refusal),
+            }
+        }
+        for failure in report.failures {
+            self.attempt_failed(core, worker_id, &failure, now_ms, &mut refuse);
+        }
+        for sandbox in report.destroyed {
+            let events = decide::destroyed(&core.state, &sandbox, worker_id, now_ms);
+            core.commit_all(events);
+        }
+        let position = core.position();
+        core.sessions.send(
+            worker_id,
+            position,
+            Message::Ack(v1::Ack {
+                number: report.number,
+                stale,
+            }),
+        );
+        if let Some(session) = core.sessions.current(worker_id, number) {
+            session.credits = session.credits.saturating_add(report.credits).min(MAX_SLOTS);
+        }
+        dispatch(core, &self.variables);
+    }
+
+    fn attempt_failed(
+        &self,
+        core: &mut Core,
+        worker_id: &str,
+        failure: &AttemptFailure,
+        now_ms: u64,
+        refuse: &mut impl FnMut(u64, Refusal),
+    ) {
+        let delay_ms = retry_delay_ms(self.engine.world());
+        tracing::info!(worker_id, token = failure.token, kind = ?failure.kind(), reason = failure.reason, "an attempt has failed");
+        match decide::attempt_failed(&core.state, worker_id, failure, delay_ms, now_ms) {
+            Ok(event) => core.commit_all(event),
+            Err(refusal) => refuse(failure.token, refusal),
+        }
+    }
+}

@@ -1,0 +1,467 @@
+//! One event changes the state. An event that does not fit the state is a typed error: in replay it means that the log is not ours or is
+//! damaged, live it means a bug, and in both cases going on would make it worse.
+
+use bytes::Bytes;
+use evalgrid_domain::{
+    ids::{BatchId, KeyId, OrgId},
+    limits,
+};
+use evalgrid_proto::{
+    log::v1::{self as log, Event, attempt_ended::Why, event::Kind},
+    v1,
+};
+
+use crate::state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, Sandbox, State, Trial, TrialKey};
+
+/// An event that cannot happen in this state.
+#[derive(Debug, thiserror::Error)]
+#[error("an event does not fit the state before it: {0}")]
+pub struct ApplyError(String);
+
+fn illegal<T>(what: impl Into<String>) -> Result<T, ApplyError> {
+    Err(ApplyError(what.into()))
+}
+
+pub(crate) fn batch_id(bytes: &[u8]) -> Result<BatchId, ApplyError> {
+    bytes.try_into().map(BatchId).or_else(|_| illegal("a batch id is not 16 bytes"))
+}
+
+fn organization_id(text: &str) -> Result<OrgId, ApplyError> {
+    text.parse().or_else(|_| illegal(format!("{text:?} is not an organization id")))
+}
+
+fn key_id(text: &str) -> Result<KeyId, ApplyError> {
+    text.parse().or_else(|_| illegal(format!("{text:?} is not a key id")))
+}
+
+/// Reads a trial's reference as the log writes it.
+pub(crate) fn trial_key(reference: Option<&log::TrialRef>) -> Result<TrialKey, ApplyError> {
+    let Some(reference) = reference else {
+        return illegal("no trial is named");
+    };
+    match (u8::try_from(reference.run), u8::try_from(reference.ordinal)) {
+        (Ok(run), Ok(ordinal)) => Ok(TrialKey {
+            batch: batch_id(&reference.batch)?,
+            run,
+            ordinal,
+        }),
+        _ => illegal("a trial's position is out of range"),
+    }
+}
+
+/// A trial's reference as the log writes it.
+pub(crate) fn trial_ref(key: TrialKey) -> Option<log::TrialRef> {
+    Some(log::TrialRef {
+        batch: key.batch.0.to_vec().into(),
+        run: key.run.into(),
+        ordinal: key.ordinal.into(),
+    })
+}
+
+impl State {
+    /// Changes the state by one event. On an error the state must be thrown away.
+    pub fn apply(&mut self, event: &Event) -> Result<(), ApplyError> {
+        let at_ms = event.at_ms;
+        if at_ms < self.last_ms {
+            return illegal(format!("time goes back from {} to {at_ms}", self.last_ms));
+        }
+        self.last_ms = at_ms;
+        match event.kind.as_ref() {
+            Some(Kind::StepRecorded(step)) => self.step_recorded(step, at_ms),
+            Some(Kind::LeaseGranted(lease)) => self.lease_granted(lease, at_ms),
+            Some(Kind::TrialSettled(settled)) => self.trial_settled(settled, at_ms),
+            Some(Kind::SandboxDestroyed(destroyed)) => self.sandbox_destroyed(destroyed, at_ms),
+            Some(Kind::AttemptEnded(ended)) => self.attempt_ended(ended, at_ms),
+            Some(Kind::BatchStarted(started)) => self.batch_started(started, at_ms),
+            Some(Kind::BatchEnded(ended)) => self.batch_ended(ended, at_ms),
+            Some(Kind::BatchArchived(archived)) => self.batch_archived(archived),
+            Some(Kind::OrganizationCreated(created)) => self.organization_created(created),
+            Some(Kind::KeyCreated(created)) => self.key_created(created, at_ms),
+            Some(Kind::KeyRevoked(revoked)) => self.key_revoked(revoked, at_ms),
+            None => illegal("an event of a kind that this version does not know"),
+        }
+    }
+
+    fn organization_created(&mut self, created: &log::OrganizationCreated) -> Result<(), ApplyError> {
+        let id = organization_id(&created.organization_id)?;
+        if self.organizations.contains_key(&id) || self.slugs.contains_key(&created.slug) {
+            return illegal("an organization is created twice");
+        }
+        self.slugs.insert(created.slug.clone(), id);
+        self.organizations.insert(
+            id,
+            Organization {
+                id,
+                name: created.name.clone(),
+                slug: created.slug.clone(),
+                running: Default::default(),
+                in_memory: Default::default(),
+                started: 0,
+                idempotency: Default::default(),
+                idempotency_expiry: Default::default(),
+            },
+        );
+        Ok(())
+    }
+
+    fn key_created(&mut self, created: &log::KeyCreated, at_ms: u64) -> Result<(), ApplyError> {
+        let id = key_id(&created.key_id)?;
+        let organization = organization_id(&created.organization_id)?;
+        let Ok(hash) = <[u8; 32]>::try_from(created.hash.as_ref()) else {
+            return illegal("a key's hash is not 32 bytes");
+        };
+        if !self.organizations.contains_key(&organization) || self.keys.contains_key(&id) || self.keys_by_hash.contains_key(&hash) {
+            return illegal("a key without an organization, or one that is there already");
+        }
+        self.keys_by_hash.insert(hash, id);
+        self.keys.insert(
+            id,
+            Key {
+                id,
+                organization,
+                name: created.name.clone(),
+                start: created.start.clone(),
+                permissions: created.permissions.clone(),
+                created_ms: at_ms,
+                revoked_ms: None,
+            },
+        );
+        Ok(())
+    }
+
+    fn key_revoked(&mut self, revoked: &log::KeyRevoked, at_ms: u64) -> Result<(), ApplyError> {
+        match self.keys.get_mut(&key_id(&revoked.key_id)?) {
+            Some(key) if key.revoked_ms.is_none() => key.revoked_ms = Some(at_ms),
+            _ => return illegal("a key is revoked that does not live"),
+        }
+        Ok(())
+    }
+
+    fn batch_started(&mut self, started: &log::BatchStarted, at_ms: u64) -> Result<(), ApplyError> {
+        let id = batch_id(&started.batch)?;
+        let organization_id = organization_id(&started.organization_id)?;
+        let runs = started.cases.len() * started.variants.len();
+        let (Some(request), Some(suite)) = (started.request.clone(), started.suite.clone()) else {
+            return illegal("a batch without a request or a suite");
+        };
+        let trials_in_all = runs as u64 * u64::from(started.trials);
+        if trials_in_all == 0 || trials_in_all > limits::MAX_TRIALS_PER_BATCH || started.variant_ids.len() != runs {
+            return illegal("a batch of an impossible size");
+        }
+        let Self {
+            organizations,
+            queue,
+            batches,
+            ..
+        } = self;
+        let Some(organization) = organizations.get_mut(&organization_id) else {
+            return illegal("a batch of no organization");
+        };
+        if batches.contains_key(&id) {
+            return illegal("a batch is started twice");
+        }
+        while let Some((expiry, key)) = organization.idempotency_expiry.first().cloned() {
+            if expiry > at_ms {
+                break;
+            }
+            organization.idempotency_expiry.remove(&(expiry, key.clone()));
+            organization.idempotency.remove(&key);
+        }
+        if let Some(key) = &started.idempotency_key {
+            let start = IdempotentStart {
+                request_hash: started.request_hash.clone(),
+                batch: id,
+                expires_ms: None,
+            };
+            if organization.idempotency.insert(key.clone(), start).is_some() {
+                return illegal("an idempotency key is used twice");
+            }
+        }
+        organization.running.insert(id);
+        organization.in_memory.insert(id);
+        organization.started += 1;
+        let mut all_runs = Vec::with_capacity(runs);
+        for run in 0..runs {
+            let provider = &started.variants[run % started.variants.len()].provider;
+            let mut trials = Vec::with_capacity(started.trials as usize);
+            for ordinal in 1..=started.trials {
+                let ticket = queue.ticket();
+                let key = TrialKey {
+                    batch: id,
+                    run: run as u8,
+                    ordinal: ordinal as u8,
+                };
+                queue.push_fresh(key, ticket, provider, organization_id, 0, at_ms);
+                trials.push(Trial {
+                    phase: Phase::Queued {
+                        since_ms: at_ms,
+                        not_before_ms: 0,
+                        ticket,
+                    },
+                    attempts: 0,
+                    idle_leases: 0,
+                    lost: Vec::new(),
+                    progress_ms: at_ms,
+                    sandbox: None,
+                    steps: Vec::new(),
+                });
+            }
+            all_runs.push(Run { trials, finished_ms: None });
+        }
+        batches.insert(
+            id,
+            Batch {
+                id,
+                organization: organization_id,
+                request,
+                suite,
+                cases: started.cases.clone(),
+                variants: started.variants.clone(),
+                variant_ids: started.variant_ids.clone(),
+                trigger: started.trigger.clone(),
+                idempotency_key: started.idempotency_key.clone(),
+                started_ms: at_ms,
+                runs: all_runs,
+                unsettled: trials_in_all as u32,
+                phase: BatchPhase::Running,
+            },
+        );
+        Ok(())
+    }
+
+    fn lease_granted(&mut self, granted: &log::LeaseGranted, at_ms: u64) -> Result<(), ApplyError> {
+        let key = trial_key(granted.trial.as_ref())?;
+        if granted.token <= self.last_token {
+            return illegal("a fencing token that is not newer than all before it");
+        }
+        let Self {
+            batches,
+            queue,
+            custody,
+            leases,
+            last_token,
+            ..
+        } = self;
+        let Some(batch) = batches.get_mut(&key.batch) else {
+            return illegal("a lease for no batch");
+        };
+        let organization = batch.organization;
+        let (_, variant) = batch.coordinates(key.run);
+        let provider = batch.variants[variant].provider.clone();
+        let Some(trial) = batch.trial_mut(key) else {
+            return illegal("a lease for no trial");
+        };
+        if !matches!(trial.phase, Phase::Queued { .. }) {
+            return illegal("a lease for a trial that does not wait");
+        }
+        if granted.adopt {
+            let known = custody
+                .get(&granted.sandbox)
+                .is_some_and(|sandbox| sandbox.worker_id == granted.worker_id);
+            if !known || trial.sandbox.as_deref() != Some(granted.sandbox.as_str()) {
+                return illegal("a lease on a sandbox that is not the trial's");
+            }
+        } else {
+            trial.attempts += 1;
+            trial.steps.clear();
+            trial.sandbox = Some(granted.sandbox.clone());
+            let sandbox = Sandbox {
+                trial: key,
+                worker_id: granted.worker_id.clone(),
+                boot_id: granted.boot_id.clone(),
+            };
+            if custody.insert(granted.sandbox.clone(), sandbox).is_some() {
+                return illegal("a sandbox's name is used twice");
+            }
+        }
+        trial.idle_leases += 1;
+        trial.progress_ms = at_ms;
+        trial.phase = Phase::Leased { token: granted.token };
+        queue.note_served(&provider, organization);
+        *last_token = granted.token;
+        leases.insert(
+            granted.token,
+            Lease {
+                trial: key,
+                worker_id: granted.worker_id.clone(),
+                incarnation: granted.incarnation.clone(),
+            },
+        );
+        Ok(())
+    }
+
+    fn step_recorded(&mut self, step: &log::StepRecorded, at_ms: u64) -> Result<(), ApplyError> {
+        let Some(trial) = self.leased_trial(step.token) else {
+            return illegal("a step under a token that holds no lease");
+        };
+        trial.progress_ms = at_ms;
+        trial.idle_leases = 0;
+        // A copy: what arrives is a slice of a whole group's buffer, which must not live as long as the trial.
+        let result = Bytes::copy_from_slice(&step.result);
+        trial.steps.push(v1::RecordedStep {
+            step: step.step.clone(),
+            outcome: step.outcome,
+            result,
+        });
+        Ok(())
+    }
+
+    fn attempt_ended(&mut self, ended: &log::AttemptEnded, at_ms: u64) -> Result<(), ApplyError> {
+        let key = trial_key(ended.trial.as_ref())?;
+        let loses_sandbox = matches!(ended.why(), Why::SandboxLost | Why::SandboxUnavailable);
+        // Token 0: the attempt had lost its worker before, and now loses its sandbox.
+        let lease = self.leases.remove(&ended.token);
+        let waits = matches!(
+            self.trial(key),
+            Some(Trial {
+                phase: Phase::Queued { .. },
+                ..
+            })
+        );
+        match lease {
+            Some(lease) if lease.trial == key && !loses_sandbox => {
+                self.requeue(key, Some(&lease.worker_id), &ended.reason, ended.not_before_ms, at_ms)
+            }
+            Some(lease) if lease.trial == key => self.requeue(key, None, &ended.reason, ended.not_before_ms, at_ms),
+            None if ended.token == 0 && waits && loses_sandbox => self.requeue(key, None, &ended.reason, ended.not_before_ms, at_ms),
+            _ => illegal("an attempt ends that holds no lease"),
+        }
+    }
+
+    /// The trial waits again: for `adopter`, in whose folder its sandbox lives, or for a fresh sandbox anywhere.
+    fn requeue(&mut self, key: TrialKey, adopter: Option<&str>, reason: &str, not_before_ms: u64, at_ms: u64) -> Result<(), ApplyError> {
+        let Self { batches, queue, .. } = self;
+        let Some(batch) = batches.get_mut(&key.batch) else {
+            return illegal("a trial of no batch waits");
+        };
+        let organization = batch.organization;
+        let (_, variant) = batch.coordinates(key.run);
+        let provider = batch.variants[variant].provider.clone();
+        let Some(trial) = batch.trial_mut(key) else {
+            return illegal("a trial that is not there waits");
+        };
+        let ticket = queue.ticket();
+        trial.phase = Phase::Queued {
+            since_ms: at_ms,
+            not_before_ms,
+            ticket,
+        };
+        match adopter {
+            Some(worker_id) => queue.push_adoptable(key, ticket, worker_id),
+            None => {
+                // A sandbox in which nothing had been recorded yet cost the trial nothing.
+                if !trial.steps.is_empty() || !reason.is_empty() {
+                    trial.lost.push(reason.to_owned());
+                }
+                trial.sandbox = None;
+                trial.steps.clear();
+                queue.push_fresh(key, ticket, &provider, organization, not_before_ms, at_ms);
+            }
+        }
+        Ok(())
+    }
+
+    fn trial_settled(&mut self, settled: &log::TrialSettled, at_ms: u64) -> Result<(), ApplyError> {
+        let key = trial_key(settled.trial.as_ref())?;
+        let Some(mut outcome) = settled.outcome.clone() else {
+            return illegal("a verdict without an outcome");
+        };
+        if let Some(v1::Evidence {
+            place: Some(v1::evidence::Place::Inline(bytes)),
+        }) = &mut outcome.evidence
+        {
+            *bytes = Bytes::copy_from_slice(bytes);
+        }
+        let Some(batch) = self.batches.get_mut(&key.batch) else {
+            return illegal("a verdict for no batch");
+        };
+        let Some(trial) = batch.trial_mut(key) else {
+            return illegal("a verdict for no trial");
+        };
+        match trial.phase {
+            Phase::Settled(_) => return illegal("a second verdict for a trial"),
+            Phase::Leased { token } => {
+                self.leases.remove(&token);
+            }
+            Phase::Queued { .. } => {}
+        }
+        trial.phase = Phase::Settled(Box::new(outcome));
+        trial.steps = Vec::new();
+        trial.progress_ms = at_ms;
+        let run = &mut batch.runs[usize::from(key.run)];
+        if run.trials.iter().all(|trial| matches!(trial.phase, Phase::Settled(_))) {
+            run.finished_ms = Some(at_ms);
+        }
+        batch.unsettled -= 1;
+        Ok(())
+    }
+
+    fn batch_ended(&mut self, ended: &log::BatchEnded, at_ms: u64) -> Result<(), ApplyError> {
+        let id = batch_id(&ended.batch)?;
+        let Some(batch) = self.batches.get_mut(&id) else {
+            return illegal("a batch ends that is not there");
+        };
+        if batch.unsettled != 0 || batch.phase != BatchPhase::Running {
+            return illegal("a batch ends that has trials without a verdict, or has ended before");
+        }
+        batch.phase = BatchPhase::Ended {
+            status: ended.status(),
+            failure: ended.failure.clone(),
+            at_ms,
+            manifest: None,
+        };
+        let Some(organization) = self.organizations.get_mut(&batch.organization) else {
+            return illegal("a batch of no organization");
+        };
+        organization.running.remove(&id);
+        if let Some(key) = &batch.idempotency_key
+            && let Some(start) = organization.idempotency.get_mut(key)
+        {
+            let expiry = at_ms + limits::IDEMPOTENCY_KEY_MS;
+            start.expires_ms = Some(expiry);
+            organization.idempotency_expiry.insert((expiry, key.clone()));
+        }
+        Ok(())
+    }
+
+    fn batch_archived(&mut self, archived: &log::BatchArchived) -> Result<(), ApplyError> {
+        match self.batches.get_mut(&batch_id(&archived.batch)?) {
+            Some(Batch {
+                phase: BatchPhase::Ended {
+                    manifest: manifest @ None, ..
+                },
+                ..
+            }) => *manifest = archived.manifest.clone(),
+            _ => return illegal("a batch is archived that has not ended, or is archived already"),
+        }
+        Ok(())
+    }
+
+    fn sandbox_destroyed(&mut self, destroyed: &log::SandboxDestroyed, at_ms: u64) -> Result<(), ApplyError> {
+        let Some(sandbox) = self.custody.remove(&destroyed.sandbox) else {
+            return illegal("a sandbox is destroyed that is not in custody");
+        };
+        let key = sandbox.trial;
+        let Some(trial) = self.trial(key) else { return Ok(()) };
+        if trial.sandbox.as_deref() != Some(destroyed.sandbox.as_str()) {
+            return Ok(());
+        }
+        match trial.phase {
+            Phase::Queued { .. } => {
+                let reason = if trial.steps.is_empty() {
+                    ""
+                } else {
+                    crate::decide::GONE_ON_RETURN
+                };
+                self.requeue(key, None, reason, 0, at_ms)
+            }
+            Phase::Leased { .. } => illegal("a sandbox is destroyed under a living lease"),
+            Phase::Settled(_) => Ok(()),
+        }
+    }
+
+    fn leased_trial(&mut self, token: u64) -> Option<&mut Trial> {
+        let key = self.leases.get(&token)?.trial;
+        self.batches.get_mut(&key.batch)?.trial_mut(key)
+    }
+}

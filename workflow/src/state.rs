@@ -1,0 +1,395 @@
+//! What the scheduler holds in memory. Everything here is derived from events alone.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use evalgrid_domain::ids::{BatchId, KeyId, OrgId, RunId, TrialId};
+use evalgrid_proto::v1;
+
+use crate::queue::Queue;
+
+/// One trial of one run of one batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TrialKey {
+    /// Its batch.
+    pub batch: BatchId,
+    /// Position of its run: case-major, variants in request order.
+    pub run: u8,
+    /// From 1.
+    pub ordinal: u8,
+}
+
+impl TrialKey {
+    /// The public id.
+    pub fn id(self) -> TrialId {
+        TrialId {
+            batch: self.batch,
+            run: self.run,
+            ordinal: self.ordinal,
+        }
+    }
+}
+
+/// A tenant.
+#[derive(Clone, Debug)]
+pub struct Organization {
+    /// Opaque and for ever.
+    pub id: OrgId,
+    /// For people.
+    pub name: String,
+    /// For people's URLs; unique.
+    pub slug: String,
+    /// Batches that run: the set of holders of the organization's slots, never a counter.
+    pub running: BTreeSet<BatchId>,
+    /// Batches in memory: running, or ended and not yet readable elsewhere. Ordered by id, which is ordered by time.
+    pub in_memory: BTreeSet<BatchId>,
+    /// All batches ever started.
+    pub started: u64,
+    /// Starts that can be answered again.
+    pub(crate) idempotency: HashMap<String, IdempotentStart>,
+    /// (expiry, key) of the starts whose batch has ended.
+    pub(crate) idempotency_expiry: BTreeSet<(u64, String)>,
+}
+
+/// A start under an idempotency key.
+#[derive(Clone, Debug)]
+pub struct IdempotentStart {
+    /// SHA-256 of the decoded request, in hex.
+    pub request_hash: String,
+    /// The batch it started.
+    pub batch: BatchId,
+    /// Once the batch has ended.
+    pub expires_ms: Option<u64>,
+}
+
+/// An API key; the secret itself is nowhere.
+#[derive(Clone, Debug)]
+pub struct Key {
+    /// For `keys revoke`.
+    pub id: KeyId,
+    /// Whose.
+    pub organization: OrgId,
+    /// For people.
+    pub name: String,
+    /// The secret's first characters.
+    pub start: String,
+    /// Names of the contract's permissions.
+    pub permissions: Vec<String>,
+    /// Milliseconds since the epoch.
+    pub created_ms: u64,
+    /// Set once it no longer opens anything.
+    pub revoked_ms: Option<u64>,
+}
+
+/// A batch that is running, or has ended and not yet left memory.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// Its id.
+    pub id: BatchId,
+    /// Whose.
+    pub organization: OrgId,
+    /// The decoded start request.
+    pub request: v1::ObjectRef,
+    /// The suite's handle and name.
+    pub suite: v1::Suite,
+    /// In request order.
+    pub cases: Vec<v1::CaseInfo>,
+    /// In request order.
+    pub variants: Vec<v1::VariantInfo>,
+    /// One per run.
+    pub variant_ids: Vec<String>,
+    /// Who asked for it.
+    pub trigger: Option<v1::Trigger>,
+    /// Under which key it was started.
+    pub idempotency_key: Option<String>,
+    /// Milliseconds since the epoch.
+    pub started_ms: u64,
+    /// Case-major.
+    pub runs: Vec<Run>,
+    /// Trials without a verdict.
+    pub unsettled: u32,
+    /// Running or ended.
+    pub phase: BatchPhase,
+}
+
+/// Whether a batch has ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum BatchPhase {
+    /// At least one trial has no verdict.
+    Running,
+    /// Every trial has one.
+    Ended {
+        /// FINISHED or FAILED.
+        status: v1::BatchStatus,
+        /// Why it stopped early.
+        failure: Option<String>,
+        /// Milliseconds since the epoch.
+        at_ms: u64,
+        /// The whole result is durable as this object.
+        manifest: Option<v1::ObjectRef>,
+    },
+}
+
+/// A case on a variant.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// By ordinal − 1.
+    pub trials: Vec<Trial>,
+    /// When its last trial settled.
+    pub finished_ms: Option<u64>,
+}
+
+/// A trial and what is known of it.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// Waiting, leased or settled.
+    pub phase: Phase,
+    /// Fresh sandboxes begun.
+    pub attempts: u32,
+    /// Leases since the last recorded step: what a poisonous trial runs up.
+    pub idle_leases: u32,
+    /// Why earlier attempts were lost.
+    pub lost: Vec<String>,
+    /// The last durable sign of progress, milliseconds since the epoch.
+    pub progress_ms: u64,
+    /// The sandbox of the current attempt.
+    pub sandbox: Option<String>,
+    /// Steps recorded in that sandbox.
+    pub steps: Vec<v1::RecordedStep>,
+}
+
+/// Where a trial stands.
+#[derive(Clone, Debug)]
+pub enum Phase {
+    /// Waits for a worker.
+    Queued {
+        /// Since when.
+        since_ms: u64,
+        /// Not before.
+        not_before_ms: u64,
+        /// Tells a queue entry of this wait from older ones.
+        ticket: u64,
+    },
+    /// A worker has it.
+    Leased {
+        /// The attempt's fencing token.
+        token: u64,
+    },
+    /// It has its verdict.
+    Settled(Box<v1::TrialOutcome>),
+}
+
+/// The right of one worker to work on one trial.
+#[derive(Clone, Debug)]
+pub struct Lease {
+    /// Which trial.
+    pub trial: TrialKey,
+    /// The worker's lasting name.
+    pub worker_id: String,
+    /// The process that holds it.
+    pub incarnation: String,
+}
+
+/// A sandbox in custody: intended or created, and not confirmed destroyed.
+#[derive(Clone, Debug)]
+pub struct Sandbox {
+    /// For which trial.
+    pub trial: TrialKey,
+    /// In whose folder.
+    pub worker_id: String,
+    /// A different boot id proves that its processes are gone.
+    pub boot_id: String,
+}
+
+/// Everything.
+#[derive(Clone, Debug, Default)]
+pub struct State {
+    pub(crate) organizations: BTreeMap<OrgId, Organization>,
+    pub(crate) slugs: BTreeMap<String, OrgId>,
+    pub(crate) keys: BTreeMap<KeyId, Key>,
+    pub(crate) keys_by_hash: HashMap<[u8; 32], KeyId>,
+    pub(crate) batches: HashMap<BatchId, Batch>,
+    pub(crate) leases: BTreeMap<u64, Lease>,
+    pub(crate) custody: BTreeMap<String, Sandbox>,
+    pub(crate) queue: Queue,
+    /// The newest token given out.
+    pub(crate) last_token: u64,
+    /// The newest time seen in an event; time never goes back.
+    pub(crate) last_ms: u64,
+}
+
+impl State {
+    /// The newest time of any event.
+    pub fn last_ms(&self) -> u64 {
+        self.last_ms
+    }
+
+    /// An organization by id.
+    pub fn organization(&self, id: &OrgId) -> Option<&Organization> {
+        self.organizations.get(id)
+    }
+
+    /// An organization by slug.
+    pub fn organization_by_slug(&self, slug: &str) -> Option<&Organization> {
+        self.slugs.get(slug).and_then(|id| self.organizations.get(id))
+    }
+
+    /// How many organizations there are.
+    pub fn organization_count(&self) -> usize {
+        self.organizations.len()
+    }
+
+    /// The living key whose secret has this SHA-256.
+    pub fn key_by_hash(&self, hash: &[u8; 32]) -> Option<&Key> {
+        self.keys_by_hash
+            .get(hash)
+            .and_then(|id| self.keys.get(id))
+            .filter(|key| key.revoked_ms.is_none())
+    }
+
+    /// Every key, revoked ones too.
+    pub fn keys(&self) -> impl Iterator<Item = &Key> {
+        self.keys.values()
+    }
+
+    /// A key by id.
+    pub fn key(&self, id: &KeyId) -> Option<&Key> {
+        self.keys.get(id)
+    }
+
+    /// A batch that is in memory.
+    pub fn batch(&self, id: &BatchId) -> Option<&Batch> {
+        self.batches.get(id)
+    }
+
+    /// Every batch in memory.
+    pub fn batches(&self) -> impl Iterator<Item = &Batch> {
+        self.batches.values()
+    }
+
+    /// A trial of a batch in memory.
+    pub fn trial(&self, key: TrialKey) -> Option<&Trial> {
+        self.batches.get(&key.batch)?.trial(key)
+    }
+
+    /// The living lease of a token.
+    pub fn lease(&self, token: u64) -> Option<&Lease> {
+        self.leases.get(&token)
+    }
+
+    /// Living leases by token.
+    pub fn leases(&self) -> impl Iterator<Item = (u64, &Lease)> {
+        self.leases.iter().map(|(token, lease)| (*token, lease))
+    }
+
+    /// Sandboxes in custody, by name.
+    pub fn custody(&self) -> impl Iterator<Item = (&str, &Sandbox)> {
+        self.custody.iter().map(|(name, sandbox)| (name.as_str(), sandbox))
+    }
+
+    /// The start that used an idempotency key, if it can still be answered at `now_ms`.
+    pub fn idempotent_start(&self, organization: &OrgId, key: &str, now_ms: u64) -> Option<&IdempotentStart> {
+        let start = self.organizations.get(organization)?.idempotency.get(key)?;
+        start.expires_ms.is_none_or(|expiry| now_ms < expiry).then_some(start)
+    }
+
+    /// The next trial for a worker with a free slot: first one whose sandbox waits in its folder, else one of the organization that was served
+    /// least recently.
+    pub fn next_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64) -> Option<TrialKey> {
+        let Self { queue, batches, .. } = self;
+        queue.next_for(worker_id, providers, now_ms, &|key, ticket| {
+            matches!(
+                batches.get(&key.batch).and_then(|batch| batch.trial(key)),
+                Some(Trial { phase: Phase::Queued { ticket: current, .. }, .. }) if *current == ticket
+            )
+        })
+    }
+
+    /// When the earliest trial that waits out a delay can be dispatched.
+    pub fn next_delay_ms(&self) -> Option<u64> {
+        self.queue.next_delay_ms()
+    }
+
+    /// Forgets an ended batch whose whole result can be read elsewhere. Not an event: it changes no fact, only where it is read from.
+    pub fn forget(&mut self, id: &BatchId) {
+        if let Some(Batch {
+            phase: BatchPhase::Ended { manifest: Some(_), .. },
+            organization,
+            ..
+        }) = self.batches.get(id)
+        {
+            if let Some(organization) = self.organizations.get_mut(organization) {
+                organization.in_memory.remove(id);
+            }
+            self.batches.remove(id);
+        }
+    }
+}
+
+impl Batch {
+    /// Trials per run.
+    pub fn trials_per_run(&self) -> usize {
+        self.runs.first().map_or(0, |run| run.trials.len())
+    }
+
+    /// The id of the run at a position.
+    pub fn run_id(&self, run: u8) -> RunId {
+        RunId { batch: self.id, run }
+    }
+
+    /// Which case and which variant a run is.
+    pub fn coordinates(&self, run: u8) -> (usize, usize) {
+        let variants = self.variants.len().max(1);
+        (usize::from(run) / variants, usize::from(run) % variants)
+    }
+
+    /// One trial.
+    pub fn trial(&self, key: TrialKey) -> Option<&Trial> {
+        self.runs
+            .get(usize::from(key.run))?
+            .trials
+            .get(usize::from(key.ordinal).checked_sub(1)?)
+    }
+
+    pub(crate) fn trial_mut(&mut self, key: TrialKey) -> Option<&mut Trial> {
+        self.runs
+            .get_mut(usize::from(key.run))?
+            .trials
+            .get_mut(usize::from(key.ordinal).checked_sub(1)?)
+    }
+
+    /// Every trial with its key, case-major.
+    pub fn trials(&self) -> impl Iterator<Item = (TrialKey, &Trial)> {
+        self.runs.iter().enumerate().flat_map(move |(run, state)| {
+            state.trials.iter().enumerate().map(move |(index, trial)| {
+                // At most 100 runs of at most 10 trials: see `domain::limits`.
+                (
+                    TrialKey {
+                        batch: self.id,
+                        run: run as u8,
+                        ordinal: index as u8 + 1,
+                    },
+                    trial,
+                )
+            })
+        })
+    }
+}
+
+impl Trial {
+    /// The status on the wire.
+    pub fn status(&self) -> v1::TrialStatus {
+        match &self.phase {
+            Phase::Queued { .. } if self.attempts == 0 => v1::TrialStatus::Queued,
+            Phase::Queued { .. } | Phase::Leased { .. } => v1::TrialStatus::Running,
+            Phase::Settled(outcome) => outcome.status(),
+        }
+    }
+
+    /// Its verdict.
+    pub fn outcome(&self) -> Option<&v1::TrialOutcome> {
+        match &self.phase {
+            Phase::Settled(outcome) => Some(outcome),
+            _ => None,
+        }
+    }
+}
