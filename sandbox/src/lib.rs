@@ -4,6 +4,26 @@
 //! most once, keeps its output and exit status where the agent cannot write, kills the tree at the deadline, and goes on when the executor
 //! dies. An executor creates a sandbox or attaches to one, starts steps, waits for them, and destroys it.
 
+mod cgroup;
+mod client;
+mod destroy;
+mod etc;
+mod files;
+mod handle;
+mod helpers;
+mod init;
+mod inner_protocol;
+mod layout;
+mod protocol;
+mod provider;
+mod supervisor;
+mod sys;
+mod zygote;
+
+pub use cgroup::Enforcement;
+pub use helpers::{init_main, run_if_helper, zygote_main};
+pub use provider::{BubblewrapOptions, BubblewrapProvider, ProcessProvider};
+
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;

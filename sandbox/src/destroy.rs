@@ -1,0 +1,98 @@
+//! The end of a sandbox: what `destroy` does beside asking the supervisor.
+
+use std::{
+    fs, io,
+    os::unix::ffi::OsStrExt,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal};
+
+use crate::{
+    cgroup,
+    layout::{self, Layout, Meta},
+};
+
+/// How long a supervisor that does not answer any more may take to die after SIGKILL.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// Rounds of looking for processes that a dead supervisor left behind; each must find one.
+const STRAY_ROUNDS: usize = 200;
+
+/// Removes everything of a sandbox whose supervisor has been asked to end, or is gone. Blocks.
+pub fn remove(layout: &Layout) -> io::Result<()> {
+    // Half-made sandboxes have no meta; then nothing was started either.
+    let meta: Option<Meta> = layout::read_json(&layout.meta())?;
+    if let Some(meta) = meta
+        && meta.boot_id == layout::boot_id()?
+    {
+        let orderly = layout.ended().exists();
+        let lock = wait_for_supervisor(layout, &meta)?;
+        if !orderly && !layout.ended().exists() {
+            kill_strays(&layout.folder)?;
+        }
+        cgroup::remove(&meta.cgroups)?;
+        drop(lock);
+    }
+    layout::remove_tree(&layout.folder)
+}
+
+/// Returns when the supervisor is dead, if need be by killing it.
+fn wait_for_supervisor(layout: &Layout, meta: &Meta) -> io::Result<fs::File> {
+    let patience = Instant::now() + LOCK_PATIENCE;
+    let mut pause = Duration::from_micros(100);
+    let mut killed = false;
+    loop {
+        if let Some(lock) = layout::try_lock(&layout.lock())? {
+            return Ok(lock);
+        }
+        if Instant::now() > patience {
+            return Err(io::Error::other("its supervisor does not end"));
+        }
+        // It has written why it ended: it is about to exit by itself.
+        if !killed && !layout.ended().exists() && pause > Duration::from_millis(50) {
+            // Whoever holds the lock is the process that wrote its id there.
+            if let Some(pid) = Pid::from_raw(meta.supervisor as i32) {
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+            }
+            killed = true;
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(100));
+    }
+}
+
+/// Kills processes that a killed supervisor left behind, by their working folder, environment or command line. Control groups find the rest.
+fn kill_strays(folder: &Path) -> io::Result<()> {
+    for _ in 0..STRAY_ROUNDS {
+        let strays = strays(folder)?;
+        if strays.is_empty() {
+            return Ok(());
+        }
+        for pid in strays {
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Err(io::Error::other("processes of the sandbox do not end"))
+}
+
+fn strays(folder: &Path) -> io::Result<Vec<Pid>> {
+    let own = std::process::id() as i32;
+    let mut mark = b"HOME=".to_vec();
+    mark.extend_from_slice(folder.join("home").as_os_str().as_bytes());
+    // Bubblewrap has the folders it binds on its command line.
+    let bound = folder.join("workspace");
+    let bound = bound.as_os_str().as_bytes();
+    let is_stray = |pid: i32| {
+        let proc = Path::new("/proc").join(pid.to_string());
+        // Ended ones have neither, so they do not count.
+        fs::read_link(proc.join("cwd")).is_ok_and(|cwd| cwd.starts_with(folder))
+            || fs::read(proc.join("environ")).is_ok_and(|e| e.split(|b| *b == 0).any(|v| v == mark))
+            || fs::read(proc.join("cmdline")).is_ok_and(|c| c.split(|b| *b == 0).any(|a| a == bound))
+    };
+    let pids = fs::read_dir("/proc")?
+        .flatten()
+        .filter_map(|e| e.file_name().to_str()?.parse::<i32>().ok());
+    Ok(pids.filter(|pid| *pid != own && is_stray(*pid)).filter_map(Pid::from_raw).collect())
+}

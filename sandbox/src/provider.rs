@@ -1,0 +1,451 @@
+//! The two providers of this host: plain processes, and bubblewrap.
+
+use std::{
+    fs, io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    process::Stdio,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::{Child, ChildStdin, Command},
+    sync::Mutex,
+};
+
+use crate::{
+    Enforcement, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, cgroup,
+    client::Client,
+    destroy, etc,
+    handle::{self, Handle},
+    helpers,
+    inner_protocol::{HOME, WORKSPACE},
+    layout::{self, Layout},
+    protocol::{Backend, Bubblewrap, Create, Reply, Request},
+};
+
+/// Forking takes a millisecond, bubblewrap 30; a machine under full load takes seconds.
+const CREATE_PATIENCE: Duration = Duration::from_secs(30);
+/// Starting the zygote is one exec.
+const ZYGOTE_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a supervisor may take to say that everything is dead. After that it is killed itself.
+const DESTROY_PATIENCE: Duration = Duration::from_secs(20);
+/// A living supervisor answers at once.
+const ATTACH_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Sandboxes that are nothing but folders and process trees: no isolation at all.
+pub struct ProcessProvider {
+    core: Core,
+}
+
+/// Sandboxes in user, pid, mount, uts and ipc namespaces, made by bubblewrap, without any privilege.
+pub struct BubblewrapProvider {
+    core: Core,
+}
+
+/// How bubblewrap is used.
+#[derive(Clone, Debug)]
+pub struct BubblewrapOptions {
+    /// The `bwrap` program: a path, or a name to look up in `PATH`.
+    pub program: PathBuf,
+    /// Whether sandboxes share the host's network.
+    pub network: bool,
+}
+
+impl Default for BubblewrapOptions {
+    fn default() -> Self {
+        Self {
+            program: "bwrap".into(),
+            network: true,
+        }
+    }
+}
+
+impl ProcessProvider {
+    /// Sandboxes below `root`, a folder for this provider alone, which is made where it is missing. `executable` is the program whose
+    /// `main` calls [`crate::run_if_helper`]: by default this one.
+    pub fn new(root: impl AsRef<Path>, executable: Option<PathBuf>) -> Result<Self, SandboxError> {
+        let path = std::env::var("PATH").unwrap_or_else(|_| "/usr/local/bin:/usr/bin:/bin".to_owned());
+        Ok(Self {
+            core: Core::new(root.as_ref(), executable, |_, _| Ok(Backend::Process { path }), "process")?,
+        })
+    }
+
+    /// What this host enforces.
+    pub fn enforcement(&self) -> &Enforcement {
+        &self.core.enforcement
+    }
+
+    /// A finished step, whether its supervisor still lives or not. `None`: not started, not finished, or no such sandbox.
+    pub fn finished_step(&self, name: &str, step: &str) -> Result<Option<StepExit>, SandboxError> {
+        self.core.finished_step(name, step)
+    }
+}
+
+impl BubblewrapProvider {
+    /// Sandboxes below `root`, a folder for this provider alone, which is made where it is missing. `executable` is the program whose
+    /// `main` calls [`crate::run_if_helper`]: by default this one.
+    pub fn new(root: impl AsRef<Path>, executable: Option<PathBuf>, options: BubblewrapOptions) -> Result<Self, SandboxError> {
+        let backend = |root: &Path, executable: &Path| {
+            let etc = root.join(".etc");
+            etc::refresh(&etc)?;
+            let program = find_program(&options.program)
+                .ok_or_else(|| io::Error::other(format!("{} is not installed (package bubblewrap)", options.program.display())))?;
+            Ok(Backend::Bubblewrap(Bubblewrap {
+                program,
+                executable: executable.to_owned(),
+                etc,
+                network: options.network,
+            }))
+        };
+        Ok(Self {
+            core: Core::new(root.as_ref(), executable, backend, "bubblewrap")?,
+        })
+    }
+
+    /// What this host enforces.
+    pub fn enforcement(&self) -> &Enforcement {
+        &self.core.enforcement
+    }
+
+    /// A finished step, whether its supervisor still lives or not. `None`: not started, not finished, or no such sandbox.
+    pub fn finished_step(&self, name: &str, step: &str) -> Result<Option<StepExit>, SandboxError> {
+        self.core.finished_step(name, step)
+    }
+
+    /// Really makes a sandbox, runs `true` in it and destroys it. `Err` says, for people, why that did not work.
+    pub async fn probe(&self) -> Result<(), String> {
+        static PROBES: AtomicU64 = AtomicU64::new(0);
+        let name = format!("probe-{}-{}", std::process::id(), PROBES.fetch_add(1, Ordering::Relaxed));
+        let spec = SandboxSpec {
+            name: name.clone(),
+            token: 1,
+            lifetime: Duration::from_secs(60),
+            limits: Limits {
+                memory_bytes: 256 << 20,
+                pids: 32,
+            },
+        };
+        let command = StepCommand {
+            step: "probe".into(),
+            argv: vec!["true".into()],
+            env: Default::default(),
+            time_limit: Duration::from_secs(30),
+        };
+        let result = async {
+            let exit = self.create(&spec).await?.run(&command).await?;
+            Ok::<_, SandboxError>(exit.code)
+        }
+        .await;
+        let destroyed = self.destroy(&name).await;
+        match (result, destroyed) {
+            (Ok(0), Ok(())) => Ok(()),
+            (Ok(code), Ok(())) => Err(format!("`true` ended with status {code} in bubblewrap")),
+            (Err(e), _) | (_, Err(e)) => Err(e.to_string()),
+        }
+    }
+}
+
+#[async_trait]
+impl SandboxProvider for ProcessProvider {
+    fn name(&self) -> &'static str {
+        self.core.provider
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        self.core.create(spec).await
+    }
+
+    async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError> {
+        self.core.attach(name, token).await
+    }
+
+    async fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
+        self.core.list()
+    }
+
+    async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
+        self.core.destroy(name).await
+    }
+}
+
+#[async_trait]
+impl SandboxProvider for BubblewrapProvider {
+    fn name(&self) -> &'static str {
+        self.core.provider
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        self.core.create(spec).await
+    }
+
+    async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError> {
+        self.core.attach(name, token).await
+    }
+
+    async fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
+        self.core.list()
+    }
+
+    async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
+        self.core.destroy(name).await
+    }
+}
+
+/// What both providers share.
+struct Core {
+    provider: &'static str,
+    /// Absolute.
+    root: PathBuf,
+    executable: PathBuf,
+    backend: Backend,
+    plan: cgroup::Plan,
+    enforcement: Enforcement,
+    zygote: Mutex<Option<Zygote>>,
+}
+
+/// The running helper that supervisors are forked from. Dropping it closes its lifeline, so it exits.
+struct Zygote {
+    socket: String,
+    _lifeline: ChildStdin,
+    _child: Child,
+}
+
+impl Core {
+    fn new(
+        root: &Path,
+        executable: Option<PathBuf>,
+        backend: impl FnOnce(&Path, &Path) -> io::Result<Backend>,
+        provider: &'static str,
+    ) -> Result<Self, SandboxError> {
+        let prepare = || -> io::Result<(PathBuf, PathBuf, Backend)> {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
+            let root = root.canonicalize()?;
+            let executable = executable.map_or_else(std::env::current_exe, Ok)?.canonicalize()?;
+            let backend = backend(&root, &executable)?;
+            Ok((root, executable, backend))
+        };
+        let (root, executable, backend) = prepare().map_err(|e| SandboxError::Create {
+            provider,
+            reason: e.to_string(),
+        })?;
+        let (plan, enforcement) = cgroup::probe();
+        tracing::info!(provider, enforcement = enforcement.description, "sandbox provider is ready");
+        Ok(Self {
+            provider,
+            root,
+            executable,
+            backend,
+            plan,
+            enforcement,
+            zygote: Mutex::new(None),
+        })
+    }
+
+    fn failed(&self, reason: impl ToString) -> SandboxError {
+        SandboxError::Create {
+            provider: self.provider,
+            reason: reason.to_string(),
+        }
+    }
+
+    fn handle(&self, name: &str, token: u64, layout: Layout, client: Client) -> Box<dyn Sandbox> {
+        let inside = matches!(self.backend, Backend::Bubblewrap(_)).then_some((HOME, WORKSPACE));
+        Box::new(Handle::new(name, token, layout, inside, client))
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        if !layout::is_sandbox_name(&spec.name) {
+            return Err(self.failed(format!("{:?} is not a name for a sandbox", spec.name)));
+        }
+        if let Backend::Bubblewrap(bubblewrap) = &self.backend {
+            etc::refresh_volatile(&bubblewrap.etc).map_err(|e| self.failed(e))?;
+        }
+        let create = Create {
+            name: spec.name.clone(),
+            token: spec.token,
+            lifetime: spec.lifetime,
+            memory_bytes: spec.limits.memory_bytes,
+            pids: spec.limits.pids,
+            cgroups: self.plan.clone(),
+            backend: self.backend.clone(),
+        };
+        let mut client = self
+            .connect_zygote()
+            .await
+            .map_err(|e| self.failed(format!("start a supervisor: {e}")))?;
+        let answer = async {
+            client.send(&create).await?;
+            client.receive().await
+        };
+        let reason = match tokio::time::timeout(CREATE_PATIENCE, answer).await {
+            Ok(Ok(Reply::Done)) => return Ok(self.handle(&spec.name, spec.token, Layout::new(&self.root, &spec.name), client)),
+            // Somebody else's: leave it alone.
+            Ok(Ok(Reply::Exists)) => return Err(self.failed(format!("there is a sandbox {} already", spec.name))),
+            Ok(Ok(Reply::Refused { reason })) => reason,
+            Ok(Ok(other)) => format!("the supervisor answered {other:?}"),
+            Ok(Err(e)) => format!("the supervisor died: {e}"),
+            Err(_) => format!("no answer within {CREATE_PATIENCE:?}"),
+        };
+        if let Err(e) = self.destroy(&spec.name).await {
+            tracing::warn!(sandbox = spec.name, error = %e, "a half-made sandbox was left behind");
+        }
+        Err(self.failed(reason))
+    }
+
+    async fn connect_zygote(&self) -> io::Result<Client> {
+        let mut zygote = self.zygote.lock().await;
+        if let Some(running) = zygote.as_ref() {
+            match Client::connect(&self.root, &running.socket).await {
+                Ok(client) => return Ok(client),
+                Err(e) => tracing::warn!(error = %e, "the sandbox zygote is gone; starting another"),
+            }
+        }
+        let started = tokio::time::timeout(ZYGOTE_PATIENCE, self.start_zygote())
+            .await
+            .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "the zygote does not start")))?;
+        let client = Client::connect(&self.root, &started.socket).await;
+        *zygote = Some(started);
+        client
+    }
+
+    async fn start_zygote(&self) -> io::Result<Zygote> {
+        static STARTED: AtomicU64 = AtomicU64::new(0);
+        self.sweep_sockets().await;
+        let socket = format!(".zygote-{}-{}", std::process::id(), STARTED.fetch_add(1, Ordering::Relaxed));
+        let _ = fs::remove_file(self.root.join(&socket));
+        let mut child = Command::new(&self.executable)
+            .arg(helpers::ZYGOTE)
+            .arg(&self.root)
+            .arg(&socket)
+            .current_dir(&self.root)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let (Some(lifeline), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(io::Error::other("a child without its pipes"));
+        };
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line).await?;
+        if line != "ready\n" {
+            return Err(io::Error::other(format!(
+                "{} does not serve {}",
+                self.executable.display(),
+                helpers::ZYGOTE
+            )));
+        }
+        Ok(Zygote {
+            socket,
+            _lifeline: lifeline,
+            _child: child,
+        })
+    }
+
+    /// Removes sockets of zygotes that were killed.
+    async fn sweep_sockets(&self) {
+        let Ok(entries) = fs::read_dir(&self.root) else { return };
+        for entry in entries.flatten() {
+            if let Some(name) = entry.file_name().to_str().filter(|n| n.starts_with(".zygote-"))
+                && Client::connect(&self.root, name)
+                    .await
+                    .is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
+            {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError> {
+        let layout = self.layout(name)?;
+        let mut client = Client::connect(&layout.run(), "control")
+            .await
+            .map_err(|e| handle::lost(name, &layout, &e))?;
+        let answer = tokio::time::timeout(ATTACH_PATIENCE, client.ask(&Request::Hello { token })).await;
+        let failed = |reason| SandboxError::Operation {
+            operation: format!("attach to the sandbox {name}"),
+            reason,
+        };
+        match answer {
+            Ok(Ok(Reply::Done)) => Ok(self.handle(name, token, layout, client)),
+            Ok(Ok(Reply::Fenced { current })) => Err(SandboxError::Fenced { current, ours: token }),
+            Ok(Ok(other)) => Err(failed(format!("the supervisor answered {other:?}"))),
+            Ok(Err(e)) => Err(handle::lost(name, &layout, &e)),
+            Err(_) => Err(failed(format!("no answer within {ATTACH_PATIENCE:?}"))),
+        }
+    }
+
+    fn layout(&self, name: &str) -> Result<Layout, SandboxError> {
+        if layout::is_sandbox_name(name) {
+            Ok(Layout::new(&self.root, name))
+        } else {
+            Err(SandboxError::Lost {
+                name: name.to_owned(),
+                reason: "there can be no sandbox of this name".to_owned(),
+            })
+        }
+    }
+
+    fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
+        let failed = |e: io::Error| SandboxError::Operation {
+            operation: "list sandboxes".to_owned(),
+            reason: e.to_string(),
+        };
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.root).map_err(failed)? {
+            if let Ok(name) = entry.map_err(failed)?.file_name().into_string()
+                && layout::is_sandbox_name(&name)
+            {
+                names.push(name);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
+        let Ok(layout) = self.layout(name) else { return Ok(()) };
+        if !layout.folder.exists() {
+            return Ok(());
+        }
+        // No supervisor, or one that hangs: `remove` sees to that.
+        let _ = tokio::time::timeout(DESTROY_PATIENCE, async {
+            Client::connect(&layout.run(), "control").await?.ask(&Request::Destroy).await
+        })
+        .await;
+        let name = name.to_owned();
+        handle::on_blocking_thread(move || {
+            destroy::remove(&layout).map_err(|e| SandboxError::Operation {
+                operation: format!("destroy the sandbox {name}"),
+                reason: e.to_string(),
+            })
+        })
+        .await
+    }
+
+    fn finished_step(&self, name: &str, step: &str) -> Result<Option<StepExit>, SandboxError> {
+        let layout = self.layout(name)?;
+        if !layout::is_step_name(step) {
+            return Ok(None);
+        }
+        match layout.exit(step) {
+            Ok(record) => record.map(|r| handle::step_exit(&layout, step, r)).transpose(),
+            Err(e) => Err(SandboxError::Operation {
+                operation: format!("read the end of {step}"),
+                reason: e.to_string(),
+            }),
+        }
+    }
+}
+
+/// The absolute path of a program.
+fn find_program(program: &Path) -> Option<PathBuf> {
+    if program.components().count() > 1 {
+        return program.exists().then(|| program.to_owned());
+    }
+    std::env::split_paths(&std::env::var_os("PATH")?)
+        .map(|folder| folder.join(program))
+        .find(|path| path.is_file())
+}

@@ -1,0 +1,215 @@
+//! What runs the processes of a sandbox: the supervisor itself, or an init inside bubblewrap.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use rustix::process::{Pid, Signal};
+
+use super::{bubblewrap::Inner, tree};
+use crate::{
+    cgroup::Group,
+    layout::Layout,
+    protocol::Backend as Spec,
+    sys::{self, Prepare, Reaped},
+};
+
+/// What a backend reports.
+pub enum Event {
+    /// The process of the running step ended.
+    StepEnded(i32),
+    /// The running step could not be started.
+    StartFailed(StartFailure),
+    /// After terminate or kill: nothing but the supervisor and its helpers is alive.
+    AllDead,
+    /// The backend broke; nothing inside survives that.
+    Broken(String),
+}
+
+/// Why a step's process did not start.
+pub enum StartFailure {
+    /// As a shell would say it: exit status 127 or 126, and a line for stderr.
+    NotRunnable { code: i32, message: String },
+    /// Not the command's fault.
+    Failed(String),
+}
+
+impl StartFailure {
+    /// Sorts the error of an exec.
+    pub fn from_exec(program: &str, error: &io::Error) -> Self {
+        use rustix::io::Errno;
+        let code = match Errno::from_io_error(error) {
+            Some(Errno::NOENT | Errno::NOTDIR) => 127,
+            Some(Errno::ACCESS | Errno::PERM | Errno::NOEXEC | Errno::ISDIR | Errno::LOOP | Errno::NAMETOOLONG) => 126,
+            _ => return Self::Failed(error.to_string()),
+        };
+        Self::NotRunnable {
+            code,
+            message: format!("{program}: {error}\n"),
+        }
+    }
+}
+
+/// A command as the backend gets it.
+pub struct Launch<'a> {
+    pub argv: &'a [String],
+    pub env: &'a BTreeMap<String, String>,
+    pub stdout: OwnedFd,
+    pub stderr: OwnedFd,
+}
+
+/// See the module.
+pub enum Backend {
+    Process(Direct),
+    Bubblewrap(Inner),
+}
+
+/// Steps are children of the supervisor.
+pub struct Direct {
+    base: BTreeMap<String, String>,
+    layout: Layout,
+    step: Option<Pid>,
+    childless: bool,
+    /// Everybody is to end, and that they have is not yet reported.
+    ending: bool,
+}
+
+impl Backend {
+    /// Prepares for steps. From here on everything that is started is inside `group`.
+    pub fn start(spec: &Spec, layout: &Layout, group: &Group) -> io::Result<Self> {
+        match spec {
+            Spec::Process { path } => {
+                group.join()?;
+                let text = |path: &Path| path.to_string_lossy().into_owned();
+                let base = BTreeMap::from([
+                    ("HOME".to_owned(), text(&layout.home())),
+                    ("PATH".to_owned(), format!("{}:{path}", text(&layout.home().join(".local/bin")))),
+                    ("TMPDIR".to_owned(), text(&layout.tmp())),
+                    ("LANG".to_owned(), "C.UTF-8".to_owned()),
+                ]);
+                Ok(Self::Process(Direct {
+                    base,
+                    layout: layout.clone(),
+                    step: None,
+                    childless: true,
+                    ending: false,
+                }))
+            }
+            Spec::Bubblewrap(spec) => Ok(Self::Bubblewrap(Inner::start(spec, layout, group)?)),
+        }
+    }
+
+    /// Starts the process of a step. A failure may also come as an event.
+    pub fn launch(&mut self, launch: Launch<'_>) -> Result<(), StartFailure> {
+        match self {
+            Self::Process(direct) => direct.launch(launch),
+            Self::Bubblewrap(inner) => inner.launch(launch).map_err(|e| StartFailure::Failed(e.to_string())),
+        }
+    }
+
+    /// Asks everything inside to end. [`Event::AllDead`] follows if all obey.
+    pub fn terminate(&mut self) {
+        match self {
+            Self::Process(direct) => {
+                direct.ending = true;
+                tree::signal_descendants(Signal::TERM);
+            }
+            Self::Bubblewrap(inner) => inner.terminate(),
+        }
+    }
+
+    /// Kills what can be found. To be repeated until [`Event::AllDead`].
+    pub fn kill(&mut self) {
+        match self {
+            Self::Process(direct) => {
+                direct.ending = true;
+                if !direct.childless {
+                    tree::kill_descendants();
+                }
+            }
+            Self::Bubblewrap(inner) => inner.kill(),
+        }
+    }
+
+    /// Ends the backend for good; then [`Self::kill`] reports when that is through.
+    pub fn close(&mut self) {
+        if let Self::Bubblewrap(inner) = self {
+            inner.close();
+        }
+    }
+
+    /// A descriptor that becomes readable when the backend has something to say, beyond SIGCHLD.
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Process(_) => None,
+            Self::Bubblewrap(inner) => inner.socket().map(AsFd::as_fd),
+        }
+    }
+
+    /// Collects what has happened: reaps, and reads the descriptor.
+    pub fn collect(&mut self) -> Vec<Event> {
+        match self {
+            Self::Process(direct) => direct.collect(),
+            Self::Bubblewrap(inner) => inner.collect(),
+        }
+    }
+}
+
+impl Direct {
+    fn launch(&mut self, launch: Launch<'_>) -> Result<(), StartFailure> {
+        let (Some(program), workspace) = (launch.argv.first(), self.layout.workspace()) else {
+            return Err(StartFailure::Failed("there is no program to run".to_owned()));
+        };
+        // A missing working folder would look like a missing program.
+        if !workspace.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            return Err(StartFailure::Failed("the workspace is not there".to_owned()));
+        }
+        let mut command = Command::new(program);
+        command
+            .args(&launch.argv[1..])
+            .env_clear()
+            .envs(&self.base)
+            .envs(launch.env)
+            .current_dir(workspace);
+        command.stdin(Stdio::null()).stdout(launch.stdout).stderr(launch.stderr);
+        sys::prepare(
+            &mut command,
+            Prepare {
+                new_session: true,
+                die_with_parent: true,
+                first_out_of_memory: true,
+                join: Vec::new(),
+            },
+        );
+        // Dropping std's handle neither kills nor reaps: `collect` reaps all children.
+        let child = command.spawn().map_err(|e| StartFailure::from_exec(program, &e))?;
+        self.step = Pid::from_raw(child.id() as i32);
+        self.childless = false;
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Vec<Event> {
+        let mut events = Vec::new();
+        while !self.childless {
+            match sys::reap() {
+                Reaped::Ended(pid, code) => {
+                    if self.step == Some(pid) {
+                        self.step = None;
+                        events.push(Event::StepEnded(code));
+                    }
+                }
+                Reaped::Busy => break,
+                Reaped::Childless => self.childless = true,
+            }
+        }
+        if self.childless && self.ending {
+            self.ending = false;
+            events.push(Event::AllDead);
+        }
+        events
+    }
+}
