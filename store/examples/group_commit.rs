@@ -2,6 +2,7 @@
 //! committer, what the device has to write for them, and how fast a log is read again.
 //!
 //! `cargo run --release -p evalgrid-store --example group_commit -- [folder] [seconds per case]`
+#![expect(clippy::disallowed_methods, reason = "it measures time")]
 
 use std::error::Error;
 use std::fs::{self, File};

@@ -280,7 +280,8 @@ proptest! {
             sled.apply(position as u64 + 1, &rows).unwrap();
         }
         drop(sled);
-        let sled = sled_at(&dir).0;
+        let (sled, opened) = sled_at(&dir);
+        prop_assert_eq!(opened, Opened::Existing);
         prop_assert_eq!(sled.position().unwrap(), memory.position().unwrap());
         prop_assert_eq!(sled.scan(b"", None, 1000).unwrap(), memory.scan(b"", None, 1000).unwrap());
         let (prefix, after) = (prefix.as_bytes(), after.as_ref().map(String::as_bytes));

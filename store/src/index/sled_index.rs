@@ -2,15 +2,17 @@
 //!
 //! - `flush` writes but does not sync, so after it we sync `<dir>/db` through a handle of our own;
 //! - it may panic on a damaged file, when it is opened or at any read, so every call is caught, and a damaged index is moved aside;
-//! - its own lock cannot be told from other errors, so there is a lock file beside the folder, taken first.
+//! - its own lock cannot be told from other errors, and its threads hold it for a while after the last handle is gone, so there is a
+//!   lock file beside the folder, taken first, and then we wait for theirs.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use super::{Index, IndexError, KeyValue, Row, check_rows};
 use crate::disk;
@@ -19,6 +21,8 @@ use crate::disk;
 const CACHE_BYTES: u64 = 16 * 1024 * 1024;
 /// Broken indexes that are kept for a look, the newest ones; each may be as big as the index.
 const MAX_BROKEN_KEPT: u64 = 2;
+/// How often, and how long each time, we wait for sled's threads of an earlier handle to let go: 5 s, where milliseconds are usual.
+const LOCK_WAITS: (u32, Duration) = (500, Duration::from_millis(10));
 /// Rows have keys that begin with this, so that none can be taken for the position.
 const ROW: u8 = b'r';
 /// The key of the position.
@@ -69,6 +73,9 @@ impl SledIndex {
         let lock = disk::lock(&beside(dir, ".lock"))
             .map_err(at("lock"))?
             .ok_or_else(|| IndexError::InUse { dir: dir.to_owned() })?;
+        if !released(dir).map_err(at("lock"))? {
+            return Err(IndexError::InUse { dir: dir.to_owned() });
+        }
         let reason = match fs::read_to_string(dir.join(BROKEN_MARK)) {
             Ok(reason) => reason,
             Err(_) => match open_sled(dir) {
@@ -185,6 +192,22 @@ fn row_key(key: &[u8]) -> Vec<u8> {
     row.push(ROW);
     row.extend_from_slice(key);
     row
+}
+
+/// Waits until nobody holds sled's own lock.
+fn released(dir: &Path) -> io::Result<bool> {
+    let file = match File::open(dir.join("db")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
+        file => file?,
+    };
+    for _ in 0..LOCK_WAITS.0 {
+        match file.try_lock() {
+            Ok(()) => return Ok(true),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_WAITS.1),
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
+    Ok(false)
 }
 
 /// Opens sled, and makes the entries of its folder durable. Errors and panics come back as what they said.
