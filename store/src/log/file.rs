@@ -78,7 +78,10 @@ impl FileLog {
                 create_segment(dir, first_position, segment_bytes)?
             }
         };
-        disk::sync_dir(dir).map_err(LogError::io("sync", dir))?;
+        // An earlier owner may have been killed between making an entry and syncing it.
+        for dir in [dir, disk::parent_of(dir)] {
+            disk::sync_dir(dir).map_err(LogError::io("sync", dir))?;
+        }
         let sequences = reader.sequences;
         let encoder = Encoder::new();
         let dir = dir.to_owned();

@@ -174,6 +174,23 @@ proptest! {
         });
     }
 
+    /// The device may write the sectors of the last group in any order, and lose any of them.
+    #[test]
+    fn a_group_may_be_torn_anywhere(sector in 1..64usize, lost in proptest::collection::vec(any::<bool>(), 64)) {
+        thread_local!(static WRITTEN: Written = write(7));
+        WRITTEN.with(|written| {
+            let last = written.groups.last().unwrap().0.clone();
+            let mut bytes = written.bytes.clone();
+            let mut whole = true;
+            for (part, _) in bytes[last.clone()].chunks_mut(sector).zip(lost.iter().cycle()).filter(|(_, lost)| **lost) {
+                whole &= part.iter().all(|byte| *byte == 0);
+                part.fill(0);
+            }
+            written.put(&bytes);
+            written.check_goes_on(if whole { written.records.len() } else { written.whole_before(last.start) });
+        });
+    }
+
     #[test]
     fn garbage_is_refused_or_torn(garbage in proptest::collection::vec(any::<u8>(), 0..300), keep in 0..400usize) {
         let written = write(2);
