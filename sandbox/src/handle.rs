@@ -237,15 +237,14 @@ impl Sandbox for Handle {
     }
 
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError> {
-        for (path, bytes) in files.to_vec() {
-            let shown = path.clone();
-            self.with_files(
-                move || format!("write {shown} in the {base:?} folder"),
-                move |layout| files::write(&layout.folder, base, &path, &bytes, private),
-            )
-            .await?;
-        }
-        Ok(())
+        let files = files.to_vec();
+        let write = move |layout: &Layout| {
+            for (path, bytes) in &files {
+                files::write(&layout.folder, base, path, bytes, private).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
+            }
+            Ok(())
+        };
+        self.with_files(move || format!("write files in the {base:?} folder"), write).await
     }
 
     async fn read_file(&self, base: Base, path: &str, limit: u64) -> Result<Option<Vec<u8>>, SandboxError> {

@@ -218,7 +218,7 @@ mod tests {
         fs::write(tree.join("a/b/c/file"), "x").unwrap();
         std::os::unix::fs::symlink(&outside, tree.join("a/link")).unwrap();
         for folder in ["a/b/c", "a/b", "a"] {
-            fs::set_permissions(tree.join(folder), fs::Permissions::from_mode(0)).unwrap();
+            fs::set_permissions(tree.join(folder), fs::Permissions::from_mode(0o000)).unwrap();
         }
         remove_tree(&tree).unwrap();
         remove_tree(&tree).unwrap();

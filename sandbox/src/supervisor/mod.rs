@@ -124,7 +124,10 @@ enum Kill {
 
 struct Closing {
     reason: String,
+    /// Connections that asked for it.
     waiting: Vec<u64>,
+    /// Connections whose step this ends.
+    lost: Vec<u64>,
     /// Nothing is left.
     dead: bool,
 }
@@ -210,7 +213,9 @@ impl Supervisor {
         }
         if let Some(closing) = self.closing.take() {
             // First the reason, then the news.
-            fs::write(self.layout.ended(), closing.reason)?;
+            fs::write(self.layout.ended(), &closing.reason)?;
+            let lost = Reply::Lost { reason: closing.reason };
+            closing.lost.into_iter().for_each(|id| self.reply(id, &lost));
             closing.waiting.into_iter().for_each(|id| self.reply(id, &Reply::Done));
         }
         Ok(())
@@ -627,19 +632,18 @@ impl Supervisor {
             closing.waiting.extend(waiting);
             return;
         }
+        let mut lost: Vec<u64> = self.pending.take().map(|(id, _)| id).into_iter().collect();
+        let mut waiting: Vec<u64> = waiting.into_iter().collect();
+        if let Some(step) = self.step.take() {
+            lost.extend(step.waiting);
+            waiting.extend(step.killing);
+        }
         self.closing = Some(Closing {
             reason: reason.to_owned(),
-            waiting: waiting.into_iter().collect(),
+            waiting,
+            lost,
             dead: false,
         });
-        let lost = Reply::Lost { reason: reason.to_owned() };
-        if let Some((id, _)) = self.pending.take() {
-            self.reply(id, &lost);
-        }
-        if let Some(step) = self.step.take() {
-            step.waiting.iter().for_each(|id| self.reply(*id, &lost));
-            step.killing.iter().for_each(|id| self.reply(*id, &Reply::Done));
-        }
         self.backend.close();
         self.force_end();
     }

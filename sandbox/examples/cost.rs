@@ -1,0 +1,135 @@
+//! What a sandbox costs: create, one `true`, destroy; beside the bare processes. CPU is that of every process started (cpuacct group).
+//!
+//! `cargo run --release -p evalgrid-sandbox --example cost -- [rounds]`
+#![allow(clippy::disallowed_methods)]
+
+use std::{
+    fs,
+    path::Path,
+    process::Stdio,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use evalgrid_sandbox::*;
+
+async fn join_all<T: Send + 'static>(tasks: Vec<impl Future<Output = T> + Send + 'static>) -> Vec<T> {
+    let handles: Vec<_> = tasks.into_iter().map(tokio::spawn).collect();
+    let mut results = Vec::new();
+    for handle in handles {
+        results.push(handle.await.expect("a task of the measurement panicked"));
+    }
+    results
+}
+
+const GROUP: &str = "/sys/fs/cgroup/cpuacct/evalgrid-cost";
+
+fn cpu_ms() -> f64 {
+    let read = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<f64>().ok();
+    read(&format!("{GROUP}/cpuacct.usage")).map_or(f64::NAN, |ns| ns / 1e6)
+}
+
+async fn trial(provider: &dyn SandboxProvider, name: String) -> [f64; 3] {
+    let limits = Limits {
+        memory_bytes: 1 << 30,
+        pids: 200,
+    };
+    let spec = SandboxSpec {
+        name: name.clone(),
+        token: 1,
+        lifetime: Duration::from_secs(600),
+        limits,
+    };
+    let step = StepCommand {
+        step: "noop".into(),
+        argv: vec!["true".into()],
+        env: Default::default(),
+        time_limit: Duration::from_secs(60),
+    };
+    let t0 = Instant::now();
+    let sandbox = provider.create(&spec).await.expect("create");
+    let t1 = Instant::now();
+    assert_eq!(sandbox.run(&step).await.expect("run").code, 0);
+    let t2 = Instant::now();
+    provider.destroy(&name).await.expect("destroy");
+    let ms = |d: Duration| d.as_secs_f64() * 1e3;
+    [ms(t1 - t0), ms(t2 - t1), ms(t2.elapsed())]
+}
+
+async fn bare(argv: Vec<String>) -> [f64; 3] {
+    let t = Instant::now();
+    let mut command = tokio::process::Command::new(&argv[0]);
+    command
+        .args(&argv[1..])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    assert!(command.output().await.expect("spawn").status.success());
+    [0.0, t.elapsed().as_secs_f64() * 1e3, 0.0]
+}
+
+fn report(label: &str, parallel: usize, mut results: Vec<[f64; 3]>, cpu: f64) {
+    let n = results.len();
+    let mut p50 = |f: fn(&[f64; 3]) -> f64| {
+        results.sort_by(|a, b| f(a).total_cmp(&f(b)));
+        f(&results[n / 2])
+    };
+    let (all, create, run, destroy) = (p50(|r| r.iter().sum()), p50(|r| r[0]), p50(|r| r[1]), p50(|r| r[2]));
+    let cpu = cpu / n as f64;
+    println!(
+        "{label:24} x{parallel}: p50 {all:7.2} ms (create {create:6.2}, step {run:6.2}, destroy {destroy:6.2}), CPU {cpu:6.3} ms each"
+    );
+}
+
+fn main() {
+    run_if_helper();
+    let _ = fs::create_dir(GROUP);
+    if let Err(e) = fs::write(Path::new(GROUP).join("cgroup.procs"), std::process::id().to_string()) {
+        eprintln!("CPU cannot be measured: {e}");
+    }
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime")
+        .block_on(measure());
+    let _ = fs::write("/sys/fs/cgroup/cpuacct/cgroup.procs", std::process::id().to_string());
+}
+
+async fn measure() {
+    let rounds: usize = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(100);
+    let root = std::env::temp_dir().join(format!("evalgrid-cost-{}", std::process::id()));
+    let process: Arc<dyn SandboxProvider> = Arc::new(ProcessProvider::new(root.join("p"), None).expect("process"));
+    let inner = BubblewrapProvider::new(root.join("b"), None, BubblewrapOptions::default()).expect("bubblewrap");
+    println!("{}", inner.enforcement().description);
+    let bubblewrap: Arc<dyn SandboxProvider> = Arc::new(inner);
+    let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+    let bwrap = words(
+        "bwrap --unshare-user --unshare-pid --unshare-uts --unshare-ipc --uid 1000 --gid 1000 --as-pid-1 --ro-bind /usr /usr --symlink usr/lib /lib \
+         --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc --dev /dev --tmpfs /tmp --die-with-parent --new-session true",
+    );
+    for parallel in [1, 8] {
+        for (label, provider) in [("process", &process), ("bubblewrap", &bubblewrap)] {
+            trial(&**provider, format!("warm-{parallel}")).await;
+            let before = cpu_ms();
+            let mut results = Vec::new();
+            for round in 0..rounds / parallel {
+                let tasks = (0..parallel).map(|i| {
+                    let provider = provider.clone();
+                    async move { trial(&*provider, format!("r{parallel}-{round}-{i}")).await }
+                });
+                results.extend(join_all(tasks.collect()).await);
+            }
+            report(label, parallel, results, cpu_ms() - before);
+        }
+        for (label, argv) in [("bare true", words("true")), ("bare bwrap true", bwrap.clone())] {
+            let before = cpu_ms();
+            let mut results = Vec::new();
+            for _ in 0..rounds / parallel {
+                results.extend(join_all((0..parallel).map(|_| bare(argv.clone())).collect()).await);
+            }
+            report(label, parallel, results, cpu_ms() - before);
+        }
+    }
+    fs::remove_dir_all(root).expect("clean up");
+}
