@@ -2,6 +2,7 @@
 
 pub mod decode;
 pub mod evidence;
+pub mod identity;
 pub mod ids;
 pub mod limits;
 mod names;
@@ -12,3 +13,4 @@ pub mod prompt;
 pub mod redact;
 pub mod request;
 pub mod timestamp;
+pub mod verify;

@@ -18,7 +18,6 @@ pub(super) fn collect(value: &str, secrets: &mut BTreeSet<String>) {
         return;
     }
     add(value, secrets);
-    // A private key in several lines is often printed line by line, or as one line of several.
     if value.starts_with(['{', '[']) {
         if let Ok(json) = parse_json(value.as_bytes(), MAX_DEPTH) {
             strings(&json, secrets);

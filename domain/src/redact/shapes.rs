@@ -230,6 +230,9 @@ impl Scan<'_> {
     /// Nothing before `at` belongs to the same word. The letters of an escape (`\n`), of a percent-encoded byte (`%3D`) and of a terminal's
     /// colour (`ESC [ 31 m`) do not.
     fn is_boundary(&self, at: usize) -> bool {
+        if self.places.last().is_some_and(|place| place.end == at) {
+            return true;
+        }
         let before = &self.bytes[at.saturating_sub(MAX_ESCAPE)..at];
         match before {
             [.., last] if !is_word(*last) => true,
