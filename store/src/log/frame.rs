@@ -11,7 +11,7 @@ use super::{Record, RecordRef};
 
 /// The newest format level that this version reads, and the one that it writes.
 pub const FORMAT_LEVEL: u16 = 1;
-/// Most records in one group: about 64 times what 2 cores can queue during one sync.
+/// Most records in one group: far more than queue up during one sync.
 pub const MAX_GROUP_RECORDS: usize = 16_384;
 /// Most bytes of one group before compression, [`RECORD_OVERHEAD`] included: a sync stays short, and a reader's memory bounded.
 pub const MAX_GROUP_BYTES: usize = 8 * 1024 * 1024;
