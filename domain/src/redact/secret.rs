@@ -18,10 +18,10 @@ pub(super) fn collect(value: &str, secrets: &mut BTreeSet<String>) {
         return;
     }
     add(value, secrets);
-    if value.starts_with(['{', '[']) {
-        if let Ok(json) = parse_json(value.as_bytes(), MAX_DEPTH) {
-            strings(&json, secrets);
-        }
+    if value.starts_with(['{', '['])
+        && let Ok(json) = parse_json(value.as_bytes(), MAX_DEPTH)
+    {
+        strings(&json, secrets);
     }
 }
 

@@ -101,11 +101,11 @@ const MAX_PEM_LABEL: usize = 64;
 impl Scan<'_> {
     /// Looks at one place; gives the next one to look at.
     fn step(&mut self, at: usize) -> usize {
-        if let Some(password) = self.password.take_if(|password| password.start <= at) {
-            if password.start == at {
-                self.places.push(password.clone());
-                return password.end;
-            }
+        if let Some(password) = self.password.take_if(|password| password.start <= at)
+            && password.start == at
+        {
+            self.places.push(password.clone());
+            return password.end;
         }
         let end = match self.bytes[at] {
             b's' | b'r' | b'a' | b'g' | b'x' | b'A' => self.token(at),
