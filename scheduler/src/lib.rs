@@ -115,6 +115,10 @@ impl Scheduler {
             recovery: recovered.summary,
             first_key: None,
         };
+        scheduler.engine.turn(|core| {
+            let events = evalgrid_workflow::decide::catch_up(&core.state, core.now_ms());
+            core.commit_all(events);
+        });
         scheduler.first_start().await?;
         Ok(scheduler)
     }

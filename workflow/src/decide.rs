@@ -160,6 +160,15 @@ pub fn after(state: &State, applied: &Event) -> Option<Event> {
         return None;
     };
     let batch = state.batch(&crate::apply::trial_key(settled.trial.as_ref()).ok()?.batch)?;
+    ending(batch, applied.at_ms)
+}
+
+/// What should have followed from the last events of a log that was cut right behind them. For once, after recovery.
+pub fn catch_up(state: &State, now_ms: u64) -> Vec<Event> {
+    state.batches().filter_map(|batch| ending(batch, now_ms)).collect()
+}
+
+fn ending(batch: &Batch, now_ms: u64) -> Option<Event> {
     if batch.unsettled != 0 || batch.phase != BatchPhase::Running {
         return None;
     }
@@ -175,7 +184,7 @@ pub fn after(state: &State, applied: &Event) -> Option<Event> {
         status: status.into(),
         failure,
     };
-    Some(event(applied.at_ms, Kind::BatchEnded(ended)))
+    Some(event(now_ms, Kind::BatchEnded(ended)))
 }
 
 /// Why a sandbox is lost that its worker no longer has.

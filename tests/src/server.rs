@@ -1,0 +1,234 @@
+//! Processes of the real binary, started, killed and started again on the same data folder.
+
+use std::{
+    fs::File,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use crate::http::Api;
+
+/// The binary under test: `EVALGRID_BIN`, or the one that cargo built beside this program.
+pub fn binary() -> PathBuf {
+    if let Some(path) = std::env::var_os("EVALGRID_BIN") {
+        return path.into();
+    }
+    let this = std::env::current_exe().unwrap();
+    let built = this.ancestors().map(|folder| folder.join("evalgrid")).find(|path| path.is_file());
+    built.expect("the evalgrid binary is built: run `cargo xtask test`, or set EVALGRID_BIN")
+}
+
+/// An address on loopback that nobody listens on.
+pub fn free_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+/// One running process.
+pub struct Process {
+    child: Child,
+    /// Its standard error, for a person who looks into a failure.
+    pub log: PathBuf,
+}
+
+impl Process {
+    /// Starts the binary with these arguments; its output is appended to `log`.
+    pub fn start(arguments: &[&str], variables: &[(&str, &str)], log: &Path) -> Process {
+        let out = File::options().create(true).append(true).open(log).unwrap();
+        let child = Command::new(binary())
+            .args(arguments)
+            .envs(variables.iter().copied())
+            .env(
+                "EVALGRID_LOG",
+                std::env::var("EVALGRID_LOG").unwrap_or_else(|_| "warn,evalgrid=info".into()),
+            )
+            .stdin(Stdio::null())
+            .stdout(out.try_clone().unwrap())
+            .stderr(out)
+            .spawn()
+            .expect("the evalgrid binary starts");
+        Process {
+            child,
+            log: log.to_owned(),
+        }
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Kills it as a power cut would: no warning, no clean-up.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Asks it to stop, and waits.
+    pub fn terminate(&mut self, limit: Duration) -> i32 {
+        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let end = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            assert!(Instant::now() < end, "the process stops within {limit:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Whether it still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// CPU seconds used so far, of this process alone.
+    pub fn cpu_seconds(&self) -> f64 {
+        cpu_seconds(self.pid())
+    }
+
+    /// Resident memory now, bytes.
+    pub fn resident_bytes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+    }
+}
+
+/// User and system seconds of a process, without its children.
+pub fn cpu_seconds(pid: u32) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let after_name = stat.rsplit_once(") ").unwrap().1;
+    let fields: Vec<&str> = after_name.split(' ').collect();
+    let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
+    ticks as f64 / rustix::param::clock_ticks_per_second() as f64
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A whole server: one process for all roles, or one for each.
+pub struct Server {
+    /// Everything lies in here.
+    pub folder: PathBuf,
+    /// Address of the public API.
+    pub http: String,
+    /// Address of the scheduler.
+    pub grpc: String,
+    /// Further arguments of the executor's side.
+    pub executor: Vec<String>,
+    /// Further arguments of the scheduler's side.
+    pub scheduler: Vec<String>,
+    /// Further variables.
+    pub variables: Vec<(String, String)>,
+}
+
+impl Server {
+    /// A server that will keep its things in `folder`.
+    pub fn new(folder: &Path) -> Server {
+        Server {
+            folder: folder.to_owned(),
+            http: free_address(),
+            grpc: free_address(),
+            executor: Vec::new(),
+            scheduler: Vec::new(),
+            variables: Vec::new(),
+        }
+    }
+
+    /// The data folder.
+    pub fn data(&self) -> PathBuf {
+        self.folder.join("data")
+    }
+
+    /// All roles in one process.
+    pub fn serve(&self) -> Process {
+        let data = self.data();
+        let mut arguments = vec![
+            "serve",
+            "--data",
+            data.to_str().unwrap(),
+            "--http",
+            &self.http,
+            "--grpc",
+            &self.grpc,
+        ];
+        arguments.extend(self.scheduler.iter().chain(&self.executor).map(String::as_str));
+        self.start(&arguments)
+    }
+
+    /// The scheduler alone.
+    pub fn scheduler(&self) -> Process {
+        let data = self.data();
+        let mut arguments = vec!["scheduler", "--data", data.to_str().unwrap(), "--grpc", &self.grpc];
+        arguments.extend(self.scheduler.iter().map(String::as_str));
+        self.start(&arguments)
+    }
+
+    /// The API alone.
+    pub fn api(&self) -> Process {
+        let scheduler = format!("http://{}", self.grpc);
+        self.start(&["api", "--http", &self.http, "--scheduler", &scheduler])
+    }
+
+    /// An executor alone, in a work folder of this name.
+    pub fn executor(&self, name: &str) -> Process {
+        let scheduler = format!("http://{}", self.grpc);
+        let work = self.folder.join(name);
+        let token = self.data().join("worker-token");
+        let mut arguments = vec![
+            "executor",
+            "--work",
+            work.to_str().unwrap(),
+            "--scheduler",
+            &scheduler,
+            "--worker-token-file",
+            token.to_str().unwrap(),
+        ];
+        arguments.extend(self.executor.iter().map(String::as_str));
+        self.start(&arguments)
+    }
+
+    fn start(&self, arguments: &[&str]) -> Process {
+        let variables: Vec<(&str, &str)> = self.variables.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        Process::start(arguments, &variables, &self.folder.join("evalgrid.log"))
+    }
+
+    /// Waits until the scheduler answers and the first key is there.
+    pub async fn ready(&self) -> Api {
+        let key = self.data().join("api-key");
+        crate::eventually("the server answers", Duration::from_secs(20), || async {
+            let secret = std::fs::read_to_string(&key).ok()?;
+            let api = Api::new(&self.http, secret.trim());
+            let answer = api.call("auth.whoami", &serde_json::json!({})).await.ok()?;
+            (answer.status == 200).then_some(api)
+        })
+        .await
+    }
+
+    /// The secret in one of the data folder's files.
+    pub fn secret(&self, name: &str) -> String {
+        std::fs::read_to_string(self.data().join(name)).unwrap().trim().to_owned()
+    }
+
+    /// A key of a (new) organization, through the operator's service.
+    pub async fn key(&self, organization: &str) -> String {
+        use evalgrid_proto::v1::{CreateKeyRequest, admin_client::AdminClient};
+        let mut client = AdminClient::connect(format!("http://{}", self.grpc)).await.unwrap();
+        let mut request = tonic::Request::new(CreateKeyRequest {
+            organization: organization.into(),
+            ..Default::default()
+        });
+        request
+            .metadata_mut()
+            .insert("authorization", format!("Bearer {}", self.secret("admin-token")).parse().unwrap());
+        client.create_key(request).await.unwrap().into_inner().secret
+    }
+}
