@@ -1,1 +1,176 @@
 //! A trial, step by step.
+//!
+//! An executor holds one stream to the scheduler. It takes leases, runs each trial in a sandbox whose supervisor outlives it, and reports
+//! every step. When it dies, the next one on the same folder takes the sandboxes over and goes on after the last recorded step.
+
+mod account;
+mod backoff;
+mod check;
+mod folder;
+mod link;
+mod objects;
+mod outbox;
+mod output;
+mod setup;
+mod source;
+mod trial;
+mod turns;
+mod worker;
+
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+
+use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits, ProcessProvider, SandboxError, SandboxProvider};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
+
+pub use folder::FolderError;
+pub use link::AddressError;
+
+use crate::{backoff::Pauses, folder::Folder, link::Client, objects::Objects, worker::Worker};
+
+/// Pauses between connections: short enough that a restarted scheduler is found at once.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// And never so long that a lease could not be saved.
+const LONGEST_PAUSE: Duration = Duration::from_secs(3);
+/// How long a stopping executor waits until what it has reported is durable.
+const FLUSH_DEADLINE: Duration = Duration::from_secs(5);
+/// Making one sandbox to see whether it works.
+const PROBE_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Whether sandboxes without isolation are offered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessPolicy {
+    /// Never.
+    Off,
+    /// Where bubblewrap does not work here.
+    IfNoBubblewrap,
+    /// Always.
+    On,
+}
+
+/// How an executor runs.
+#[derive(Clone, Debug)]
+pub struct ExecutorOptions {
+    /// Its folder, for it alone: its name, its sandboxes.
+    pub work: PathBuf,
+    /// `http://host:port` of the scheduler's gRPC.
+    pub scheduler: String,
+    /// The workers' token.
+    pub worker_token: String,
+    /// Trials at once.
+    pub slots: u32,
+    /// Whether sandboxes without isolation are offered.
+    pub process_sandbox: ProcessPolicy,
+    /// Whether bubblewrap sandboxes share the host's network.
+    pub network: bool,
+    /// The program whose `main` calls [`evalgrid_sandbox::run_if_helper`].
+    pub supervisor_executable: PathBuf,
+    /// Of each sandbox.
+    pub limits: Limits,
+}
+
+/// Why an executor cannot run, or goes no further.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecutorError {
+    /// Its folder.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// The scheduler's address or token.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// A provider of sandboxes.
+    #[error("the {0} sandboxes: {1}")]
+    Provider(&'static str, #[source] SandboxError),
+    /// There is no provider at all.
+    #[error("no kind of sandbox works here: {0}")]
+    NoSandbox(String),
+}
+
+/// Runs until `shutdown` says true (or its sender is gone). Loses the scheduler as often as it must, and comes back each time.
+pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) -> Result<(), ExecutorError> {
+    let folder = Folder::open(&options.work)?;
+    let client = Client::new(&options.scheduler, &options.worker_token)?;
+    let objects = Objects::new(Client::new(&options.scheduler, &options.worker_token)?);
+    let providers = providers(&options).await?;
+    tracing::info!(worker = folder.worker_id, slots = options.slots, providers = ?providers.keys().collect::<Vec<_>>(), "the executor runs");
+    let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, options.limits));
+    let stop = async {
+        // An error says that nobody can tell us any more.
+        let _ = shutdown.wait_for(|stop| *stop).await;
+        worker.release().await;
+        if timeout(FLUSH_DEADLINE, worker.outbox.emptied()).await.is_err() {
+            tracing::warn!("the scheduler has not acknowledged the last reports; it learns the rest when the leases end");
+        }
+    };
+    tokio::select! {
+        () = stay_connected(&worker, &client) => {}
+        () = stop => {}
+    }
+    Ok(())
+}
+
+/// One session after the other, for ever.
+async fn stay_connected(worker: &Arc<Worker>, client: &Client) {
+    let mut pauses = Pauses::new(FIRST_PAUSE, LONGEST_PAUSE);
+    loop {
+        let welcomed = || {
+            tracing::info!("connected to the scheduler");
+            pauses.reset();
+        };
+        tokio::select! {
+            Err(end) = link::session(worker, client, welcomed) => tracing::warn!("no connection to the scheduler: {end}"),
+            () = worker.silence() => worker.expire(),
+        }
+        let pause = sleep(pauses.next());
+        tokio::pin!(pause);
+        loop {
+            tokio::select! {
+                () = &mut pause => break,
+                () = worker.silence() => worker.expire(),
+            }
+        }
+    }
+}
+
+/// The kinds of sandboxes that work here.
+async fn providers(options: &ExecutorOptions) -> Result<BTreeMap<&'static str, Arc<dyn SandboxProvider>>, ExecutorError> {
+    let mut providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>> = BTreeMap::new();
+    let executable = || Some(options.supervisor_executable.clone());
+    let refused = match bubblewrap(options, executable()).await {
+        Ok(provider) => {
+            providers.insert("bubblewrap", Arc::new(provider));
+            None
+        }
+        Err(reason) => Some(reason),
+    };
+    match (options.process_sandbox, &refused) {
+        (ProcessPolicy::On, _) => tracing::warn!("process sandboxes are on: what runs in them is not isolated from this machine at all"),
+        (ProcessPolicy::IfNoBubblewrap, Some(reason)) => {
+            tracing::warn!(
+                "bubblewrap does not work here ({reason}), so agents run as plain processes, not isolated from this machine at all"
+            );
+        }
+        (_, Some(reason)) => return Err(ExecutorError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off"))),
+        (_, None) => return Ok(providers),
+    }
+    let process = ProcessProvider::new(options.work.join("process"), executable());
+    providers.insert(
+        "process",
+        Arc::new(process.map_err(|error| ExecutorError::Provider("process", error))?),
+    );
+    Ok(providers)
+}
+
+async fn bubblewrap(options: &ExecutorOptions, executable: Option<PathBuf>) -> Result<BubblewrapProvider, String> {
+    let bubblewrap = BubblewrapOptions {
+        network: options.network,
+        ..BubblewrapOptions::default()
+    };
+    let provider = BubblewrapProvider::new(options.work.join("bubblewrap"), executable, bubblewrap).map_err(|error| error.to_string())?;
+    match timeout(PROBE_DEADLINE, provider.probe()).await {
+        Ok(result) => result.map(|()| provider),
+        Err(_) => Err("making a sandbox takes too long".into()),
+    }
+}

@@ -1,0 +1,144 @@
+//! What a trial adds up to: counts, evidence, verdict.
+
+use std::collections::BTreeSet;
+
+use evalgrid_domain::{
+    evidence::{Trajectory, TrialEvidence, Validation, VerifyStep},
+    outcome::Usage,
+};
+use evalgrid_proto::v1::{Evidence, TrialOutcome, TrialStatus, evidence::Place};
+
+use crate::{
+    check::CheckRecord,
+    trial::{Attempt, INLINE_BYTES, Stop, json},
+    turns::TurnRecord,
+};
+
+/// Diagnostics of one trial; each is one short line.
+const MAX_DIAGNOSTICS: usize = 100;
+/// Paths of changed files that one trial keeps.
+const MAX_FILES: usize = 10_000;
+
+/// Fed by the steps in their order, whether they ran now or were recorded before: the same records give the same outcome.
+#[derive(Default)]
+pub(crate) struct Account {
+    trajectory: Trajectory,
+    usage: Option<Usage>,
+    commands: u32,
+    failed_commands: u32,
+    model_ms: u64,
+    timed: bool,
+    files: BTreeSet<String>,
+    validation: Option<Validation>,
+    verify_steps: Vec<VerifyStep>,
+    diagnostics: Vec<String>,
+    passed: Option<bool>,
+    failure: Option<String>,
+    void_fields: Vec<String>,
+}
+
+impl Account {
+    /// The trial will not be scored. `failure` is redacted; the first one counts.
+    pub(crate) fn void(&mut self, failure: String, missing: &[&str]) {
+        if self.failure.is_none() {
+            self.failure = Some(failure);
+            self.void_fields = missing.iter().map(|field| (*field).to_owned()).collect();
+        }
+    }
+
+    pub(crate) fn is_void(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// How long the agent has worked.
+    pub(crate) fn model_ms(&self) -> u64 {
+        self.model_ms
+    }
+
+    pub(crate) fn diagnostics(&mut self, diagnostics: Vec<String>) {
+        let room = MAX_DIAGNOSTICS.saturating_sub(self.diagnostics.len());
+        self.diagnostics.extend(diagnostics.into_iter().take(room));
+    }
+
+    pub(crate) fn turn(&mut self, record: TurnRecord, workspace: &str) {
+        self.timed = true;
+        self.model_ms += record.finished_at_ms.saturating_sub(record.started_at_ms);
+        self.commands = self.commands.saturating_add(record.commands);
+        self.failed_commands = self.failed_commands.saturating_add(record.failed_commands);
+        self.usage = match (self.usage, record.usage) {
+            (Some(sum), Some(usage)) => Some(sum.add(&usage)),
+            (sum, usage) => sum.or(usage),
+        };
+        for path in &record.files {
+            let below = path.strip_prefix(workspace).and_then(|path| path.strip_prefix('/'));
+            if let Some(path) = below.filter(|_| self.files.len() < MAX_FILES) {
+                self.files.insert(path.to_owned());
+            }
+        }
+        record.entries.into_iter().for_each(|entry| self.trajectory.push(entry));
+        self.diagnostics(record.diagnostics);
+        if let Some(failure) = record.failure {
+            self.void(failure, &[]);
+        }
+    }
+
+    pub(crate) fn check(&mut self, record: CheckRecord) {
+        self.passed = record.passed;
+        self.validation = Some(record.validation);
+        self.verify_steps = record.verify_steps;
+        self.diagnostics(record.diagnostics);
+        if let Some(failure) = record.failure {
+            self.void(failure, &["verify"]);
+        }
+    }
+
+    pub(crate) fn skipped(&mut self, validation: Validation) {
+        self.validation = Some(validation);
+    }
+
+    /// The trial's end. Big evidence is stored before it is named.
+    pub(crate) async fn outcome(self, attempt: &Attempt<'_>, sandbox_ms: u64) -> Result<TrialOutcome, Stop> {
+        let (status, exit_code) = match (&self.failure, self.passed) {
+            (None, Some(true)) => (TrialStatus::Passed, 0),
+            (None, Some(false)) => (TrialStatus::Failed, 1),
+            _ => (TrialStatus::Void, -1),
+        };
+        let evidence = TrialEvidence {
+            trajectory: self.trajectory.finish(),
+            validations: self.validation.into_iter().collect(),
+            verify_steps: self.verify_steps,
+            void_fields: self.void_fields.clone(),
+            files_changed: self.files.into_iter().collect(),
+            artifacts: Vec::new(),
+            diagnostics: self.diagnostics,
+        };
+        let bytes = json(&evidence);
+        let place = if bytes.len() <= INLINE_BYTES {
+            Place::Inline(bytes)
+        } else {
+            Place::Object(attempt.worker.objects.put(&attempt.lease.organization_id, bytes).await?)
+        };
+        Ok(TrialOutcome {
+            status: status.into(),
+            exit_code,
+            commands: self.commands,
+            failed_commands: self.failed_commands,
+            model_ms: self.model_ms,
+            sandbox_ms,
+            sandbox_id: Some(attempt.lease.sandbox.clone()),
+            timed: self.timed,
+            usage: self.usage.map(|usage| evalgrid_proto::v1::Usage {
+                input_tokens: usage.input_tokens,
+                output_tokens: usage.output_tokens,
+                cache_read_tokens: usage.cache_read_tokens,
+                cache_write_tokens: usage.cache_write_tokens,
+                total_tokens: usage.total_tokens,
+                cost_usd: usage.cost_usd.map(|cost| cost.0),
+            }),
+            failure: self.failure,
+            void_fields: self.void_fields,
+            evidence: Some(Evidence { place: Some(place) }),
+            cancelled: false,
+        })
+    }
+}

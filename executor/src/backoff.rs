@@ -1,0 +1,55 @@
+//! How long to wait before trying again: exponential, jittered. The only place that knows the crate `backoff`.
+
+use std::time::Duration;
+
+use backoff::{ExponentialBackoff, ExponentialBackoffBuilder, backoff::Backoff as _};
+
+/// Pauses between tries that grow to a limit, each up to a half longer or shorter by chance.
+pub(crate) struct Pauses {
+    policy: ExponentialBackoff,
+    longest: Duration,
+}
+
+impl Pauses {
+    /// From `first` on, doubling, up to `longest`.
+    pub(crate) fn new(first: Duration, longest: Duration) -> Self {
+        let policy = ExponentialBackoffBuilder::new()
+            .with_initial_interval(first)
+            .with_max_interval(longest)
+            .with_multiplier(2.0)
+            .with_randomization_factor(0.5)
+            .with_max_elapsed_time(None)
+            .build();
+        Self { policy, longest }
+    }
+
+    /// The next pause. There is always one: who counts tries does so himself.
+    pub(crate) fn next(&mut self) -> Duration {
+        self.policy.next_backoff().unwrap_or(self.longest)
+    }
+
+    /// It worked: the next pause is a short one again.
+    pub(crate) fn reset(&mut self) {
+        self.policy.reset();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_limit_and_never_end() {
+        let (first, longest) = (Duration::from_millis(100), Duration::from_secs(2));
+        let mut pauses = Pauses::new(first, longest);
+        for (try_number, expected) in [100, 200, 400, 800, 1_600, 2_000, 2_000].into_iter().enumerate() {
+            let pause = pauses.next().as_millis();
+            assert!(
+                (expected / 2..=expected * 3 / 2 + 1).contains(&pause),
+                "try {try_number}: {pause} ms"
+            );
+        }
+        pauses.reset();
+        assert!(pauses.next() <= first * 2);
+    }
+}

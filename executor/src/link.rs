@@ -1,0 +1,208 @@
+//! The connection to the scheduler: one stream for leases, reports and heartbeats, for as long as it holds.
+
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+
+use evalgrid_proto::v1::{FromWorker, Heartbeat, Report, ToWorker, from_worker, to_worker::Message, workers_client::WorkersClient};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, MissedTickBehavior, interval, timeout},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{
+    Request, Status, Streaming,
+    metadata::{Ascii, MetadataValue},
+    transport::{Channel, Endpoint},
+};
+
+use crate::worker::Worker;
+
+/// Connecting, and each answer that a healthy scheduler gives at once.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
+/// A TCP connection, within the above.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+/// Idle connections die in NATs after a minute; this also finds a dead peer.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// How long the peer may take to answer that.
+const KEEP_ALIVE_DEADLINE: Duration = Duration::from_secs(10);
+/// Messages on their way into the stream; more wait in the outbox, where they can be grouped.
+const STREAM_QUEUE: usize = 4;
+/// A lease with all its recorded steps: 50 turns of at most 64 KiB each.
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// The scheduler's times are believed within these bounds.
+const MILLIS: std::ops::RangeInclusive<u64> = 10..=3_600_000;
+
+/// The scheduler's gRPC client, with the workers' token.
+#[derive(Clone)]
+pub(crate) struct Client {
+    grpc: WorkersClient<Channel>,
+    authorization: MetadataValue<Ascii>,
+}
+
+/// The scheduler's address or the token cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum AddressError {
+    /// Not `http://host:port`.
+    #[error("the scheduler's address {0} is not valid: {1}")]
+    Address(String, #[source] tonic::transport::Error),
+    /// It has bytes that no header may have.
+    #[error("the workers' token has characters that cannot be sent")]
+    Token,
+}
+
+impl Client {
+    /// Connects when first used, and again whenever it must.
+    pub(crate) fn new(scheduler: &str, token: &str) -> Result<Self, AddressError> {
+        let endpoint = Endpoint::from_shared(scheduler.to_owned())
+            .map_err(|error| AddressError::Address(scheduler.to_owned(), error))?
+            .connect_timeout(CONNECT_DEADLINE)
+            .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+            .keep_alive_timeout(KEEP_ALIVE_DEADLINE)
+            .keep_alive_while_idle(true)
+            .tcp_nodelay(true);
+        let mut authorization: MetadataValue<Ascii> = format!("Bearer {token}").parse().map_err(|_| AddressError::Token)?;
+        authorization.set_sensitive(true);
+        let grpc = WorkersClient::new(endpoint.connect_lazy()).max_decoding_message_size(MAX_MESSAGE_BYTES);
+        Ok(Self { grpc, authorization })
+    }
+
+    pub(crate) fn grpc(&self) -> WorkersClient<Channel> {
+        self.grpc.clone()
+    }
+
+    pub(crate) fn authorized<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        request.metadata_mut().insert("authorization", self.authorization.clone());
+        request
+    }
+}
+
+/// Why a session ended. Every one is followed by another.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SessionEnd {
+    #[error("{0}")]
+    Status(#[from] Box<Status>),
+    #[error("the scheduler closed the stream")]
+    Closed,
+    #[error("the scheduler did not answer in time")]
+    Silent,
+    #[error("the scheduler spoke first of something else than Welcome")]
+    NoWelcome,
+}
+
+impl From<Status> for SessionEnd {
+    fn from(status: Status) -> Self {
+        Self::Status(Box::new(status))
+    }
+}
+
+impl From<tokio::time::error::Elapsed> for SessionEnd {
+    fn from(_: tokio::time::error::Elapsed) -> Self {
+        Self::Silent
+    }
+}
+
+/// Says hello, then speaks and listens until something breaks. `welcomed` runs once the scheduler has answered.
+pub(crate) async fn session(worker: &Arc<Worker>, client: &Client, welcomed: impl FnOnce()) -> Result<Infallible, SessionEnd> {
+    let sandboxes = timeout(ANSWER_DEADLINE, worker.sandboxes()).await?;
+    let (to_scheduler, outgoing) = mpsc::channel(STREAM_QUEUE);
+    let said_hello = Instant::now();
+    let (hello, unacknowledged) = worker.hello(sandboxes);
+    // The queue is empty and the receiver alive: this cannot wait, or fail.
+    let _ = to_scheduler.try_send(FromWorker {
+        message: Some(from_worker::Message::Hello(hello)),
+    });
+    let request = client.authorized(ReceiverStream::new(outgoing));
+    let mut incoming = timeout(ANSWER_DEADLINE, client.grpc().work(request)).await??.into_inner();
+    let welcome = match timeout(ANSWER_DEADLINE, incoming.message())
+        .await??
+        .ok_or(SessionEnd::Closed)?
+        .message
+    {
+        Some(Message::Welcome(welcome)) => welcome,
+        _ => return Err(SessionEnd::NoWelcome),
+    };
+    let lease = millis(welcome.lease_ms);
+    worker.heard(said_hello, lease);
+    welcomed();
+    let link = Link {
+        worker,
+        to_scheduler,
+        lease,
+        beats: VecDeque::new(),
+        beat: 0,
+        resend: unacknowledged.into(),
+    };
+    link.run(millis(welcome.heartbeat_ms), &mut incoming).await
+}
+
+fn millis(value: u64) -> Duration {
+    Duration::from_millis(value.clamp(*MILLIS.start(), *MILLIS.end()))
+}
+
+struct Link<'a> {
+    worker: &'a Arc<Worker>,
+    to_scheduler: mpsc::Sender<FromWorker>,
+    lease: Duration,
+    /// Heartbeats on their way: their number and when they were sent. As many as fit into a lease, which ends the session.
+    beats: VecDeque<(u64, Instant)>,
+    beat: u64,
+    /// Reports of an earlier session, before new ones.
+    resend: VecDeque<Report>,
+}
+
+impl Link<'_> {
+    async fn run(mut self, heartbeat: Duration, incoming: &mut Streaming<ToWorker>) -> Result<Infallible, SessionEnd> {
+        let mut heartbeat = interval(heartbeat);
+        heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let to_scheduler = self.to_scheduler.clone();
+        let mut next = None;
+        loop {
+            if next.is_none() {
+                next = self
+                    .resend
+                    .pop_front()
+                    .or_else(|| self.worker.outbox.next_report())
+                    .map(from_worker::Message::Report);
+            }
+            tokio::select! {
+                message = incoming.message() => self.hear(message?.ok_or(SessionEnd::Closed)?),
+                _ = heartbeat.tick() => {
+                    self.beat += 1;
+                    let message = from_worker::Message::Heartbeat(Heartbeat { number: self.beat });
+                    // A full queue means that the scheduler does not read: then a heartbeat more would not be heard either.
+                    if self.to_scheduler.try_send(FromWorker { message: Some(message) }).is_ok() {
+                        self.beats.push_back((self.beat, Instant::now()));
+                    }
+                }
+                permit = to_scheduler.reserve(), if next.is_some() => {
+                    permit.map_err(|_| SessionEnd::Closed)?.send(FromWorker { message: next.take() });
+                }
+                () = self.worker.outbox.ready(), if next.is_none() => {}
+            }
+        }
+    }
+
+    fn hear(&mut self, message: ToWorker) {
+        match message.message {
+            Some(Message::Heartbeat(reply)) => {
+                while let Some((number, sent)) = self.beats.pop_front() {
+                    if number == reply.number {
+                        // The lease was renewed when the scheduler heard us, which was not before we spoke.
+                        self.worker.heard(sent, self.lease);
+                        break;
+                    }
+                }
+            }
+            Some(Message::Lease(lease)) => self.worker.begin(lease),
+            Some(Message::Ack(ack)) => {
+                // First those that must not take the acknowledgement for theirs.
+                ack.stale.iter().for_each(|token| self.worker.abandon(*token));
+                self.worker.outbox.acknowledge(ack.number);
+            }
+            Some(Message::Revoke(revoke)) => self.worker.revoke(revoke.token, &revoke.reason),
+            Some(Message::Destroy(destroy)) => self.worker.destroy(destroy.sandbox),
+            // A second Welcome, or something that a newer scheduler says.
+            Some(Message::Welcome(_)) | None => {}
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Outputs of finished steps, as far as people or checks read them: bounded, decoded lossily.
+
+use std::{
+    fs::File,
+    io::{self, Read, Seek as _, SeekFrom},
+    path::Path,
+};
+
+use evalgrid_domain::{outcome::failure_text, redact::Redactor};
+use evalgrid_sandbox::StepOutput;
+
+/// Bytes of a check's output that are read from its beginning, and as many from its end. Evidence keeps 16,000 characters of it, and the
+/// marker of a verify command's last step is at the end.
+const PART_BYTES: u64 = 256 << 10;
+/// Bytes of stderr that are searched for the reason of a failure.
+const REASON_BYTES: u64 = 16 << 10;
+
+/// The whole stdout, or its beginning and its end.
+pub(crate) fn stdout(output: &StepOutput) -> io::Result<String> {
+    if output.stdout_bytes <= 2 * PART_BYTES {
+        return read(&output.stdout, 0, 2 * PART_BYTES);
+    }
+    let head = read(&output.stdout, 0, PART_BYTES)?;
+    let tail = tail(output.stdout_tail.as_deref().unwrap_or(&output.stdout), PART_BYTES)?;
+    Ok(format!(
+        "{head}\n[{} bytes were left out here]\n{tail}",
+        output.stdout_bytes.saturating_sub(2 * PART_BYTES)
+    ))
+}
+
+/// The beginning of stderr.
+pub(crate) fn stderr(output: &StepOutput) -> io::Result<String> {
+    read(&output.stderr, 0, PART_BYTES)
+}
+
+/// The end of what is kept of stderr.
+pub(crate) fn stderr_tail(output: &StepOutput) -> io::Result<String> {
+    tail(&output.stderr, REASON_BYTES)
+}
+
+/// The last thing that a failed process said, for people.
+pub(crate) fn last_words(who: &str, output: &StepOutput, redactor: &Redactor) -> Option<String> {
+    let stderr = stderr_tail(output).ok()?;
+    let line = stderr.lines().map(str::trim).rfind(|line| !line.is_empty())?;
+    Some(format!("{who} ended with: {}", failure_text(&redactor.text(line))))
+}
+
+/// Why git failed: its last `fatal:` or `error:`, else whatever it said last.
+pub(crate) fn git_reason(stderr: &str) -> &str {
+    let lines = || stderr.lines().map(str::trim).filter(|line| !line.is_empty());
+    let named = lines()
+        .rev()
+        .find_map(|line| line.strip_prefix("fatal: ").or_else(|| line.strip_prefix("error: ")));
+    named.or_else(|| lines().next_back()).unwrap_or_default()
+}
+
+fn tail(path: &Path, length: u64) -> io::Result<String> {
+    let size = std::fs::metadata(path)?.len();
+    read(path, size.saturating_sub(length), length)
+}
+
+fn read(path: &Path, from: u64, length: u64) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    if from > 0 {
+        file.seek(SeekFrom::Start(from))?;
+    }
+    let mut bytes = Vec::new();
+    file.take(length).read_to_end(&mut bytes)?;
+    Ok(match String::from_utf8(bytes) {
+        Ok(text) => text,
+        Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn git_reasons() {
+        for (stderr, reason) in [
+            ("", ""),
+            ("\n x \n\n", "x"),
+            ("Cloning…\nfatal: repository 'u' not found\n", "repository 'u' not found"),
+            (
+                "fatal: Could not read from remote repository.\n\nPlease make sure\nand it exists.\n",
+                "Could not read from remote repository.",
+            ),
+            ("error: a\nfatal: b\n", "b"),
+            ("bash: line 1: git: command not found", "bash: line 1: git: command not found"),
+        ] {
+            assert_eq!(git_reason(stderr), reason);
+        }
+    }
+
+    #[test]
+    fn long_outputs_lose_their_middle() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let mut output = StepOutput {
+            stdout: path("out"),
+            stdout_tail: None,
+            stdout_bytes: 3,
+            stdout_times: path("times"),
+            stderr: path("err"),
+        };
+        std::fs::write(&output.stdout, b"a\xffb").unwrap();
+        assert_eq!(stdout(&output).unwrap(), "a\u{fffd}b");
+        let long = [vec![b'a'; PART_BYTES as usize], vec![b'b'; 10], vec![b'c'; PART_BYTES as usize]].concat();
+        std::fs::write(&output.stdout, &long).unwrap();
+        output.stdout_bytes = long.len() as u64;
+        let text = stdout(&output).unwrap();
+        assert!(text.starts_with('a') && text.ends_with('c') && !text.contains("bb") && text.contains("[10 bytes were left out here]"));
+        std::fs::write(path("tail"), "the end").unwrap();
+        output.stdout_tail = Some(path("tail"));
+        assert!(stdout(&output).unwrap().ends_with("the end"));
+        std::fs::write(&output.stderr, "one\ntwo\n\n").unwrap();
+        assert_eq!(last_words("It", &output, &Redactor::default()).unwrap(), "It ended with: two");
+    }
+}

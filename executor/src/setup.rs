@@ -1,0 +1,176 @@
+//! Before the agent: the workspace's source, the profile's files, its install command.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use evalgrid_domain::{outcome, redact::Redactor, request::Source};
+use evalgrid_sandbox::{Base, StepCommand, StepExit};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    account::Account,
+    output,
+    source::Repository,
+    trial::{Attempt, StepResult, Stop, called},
+    turns,
+};
+
+/// A clone that takes longer hangs.
+pub(crate) const CLONE_LIMIT: Duration = Duration::from_secs(300);
+/// Installing what an agent needs, from slow mirrors.
+pub(crate) const INSTALL_LIMIT: Duration = Duration::from_secs(600);
+
+/// What a step before the agent records. A failure leaves the trial void.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SetUp {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    failure: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    diagnostics: Vec<String>,
+}
+
+impl StepResult for SetUp {
+    fn failed(&self) -> bool {
+        self.failure.is_some()
+    }
+}
+
+impl SetUp {
+    fn done() -> Self {
+        Self::default()
+    }
+
+    fn failed(failure: String) -> Self {
+        Self {
+            failure: Some(failure),
+            ..Self::default()
+        }
+    }
+}
+
+/// Runs the set-up steps, in order, until one fails.
+pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<(), Stop> {
+    match attempt.source() {
+        Source::Empty => {}
+        Source::Files { files } => {
+            let files = files
+                .iter()
+                .map(|(path, content)| (path.clone(), content.clone().into_bytes()))
+                .collect();
+            take(
+                account,
+                attempt.once("source", write(attempt, Base::Workspace, files, "source's")).await?,
+            );
+        }
+        Source::Repo { url, reference } => take(account, attempt.once("source", clone(attempt, url, reference.as_deref())).await?),
+    }
+    if account.is_void() {
+        return Ok(());
+    }
+    let files = turns::home_files(attempt)
+        .into_iter()
+        .chain(profile_files(attempt, "home/"))
+        .collect();
+    take(
+        account,
+        attempt.once("profile.home", write(attempt, Base::Home, files, "profile's")).await?,
+    );
+    let files: Vec<_> = profile_files(attempt, "workspace/").collect();
+    if !account.is_void() && !files.is_empty() {
+        take(
+            account,
+            attempt
+                .once("profile.workspace", write(attempt, Base::Workspace, files, "profile's"))
+                .await?,
+        );
+    }
+    if let (false, Some(command)) = (account.is_void(), attempt.profile().and_then(|profile| profile.install.as_deref())) {
+        take(account, attempt.once("profile.install", install(attempt, command)).await?);
+    }
+    Ok(())
+}
+
+fn take(account: &mut Account, result: SetUp) {
+    account.diagnostics(result.diagnostics);
+    if let Some(failure) = result.failure {
+        account.void(failure, &[]);
+    }
+}
+
+fn profile_files<'a>(attempt: &'a Attempt<'_>, folder: &'static str) -> impl Iterator<Item = (String, Vec<u8>)> + 'a {
+    let files = attempt.profile().into_iter().flat_map(|profile| &profile.files);
+    files.filter_map(move |(path, content)| Some((path.strip_prefix(folder)?.to_owned(), content.clone().into_bytes())))
+}
+
+/// Files that cannot be written are the request's fault (a file in the place of a folder), or the disk's: void either way.
+async fn write(attempt: &Attempt<'_>, base: Base, files: Vec<(String, Vec<u8>)>, whose: &str) -> Result<SetUp, Stop> {
+    use evalgrid_sandbox::SandboxError::Operation;
+    match called("write files", async { Ok(attempt.sandbox.write_files(base, &files, false).await) }).await? {
+        Ok(()) => Ok(SetUp::done()),
+        Err(Operation { reason, .. }) => {
+            let reason = format!("The {whose} files could not be written: {}", attempt.redactor.text(&reason));
+            Ok(SetUp::failed(outcome::failure_text(&reason)))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn clone(attempt: &Attempt<'_>, url: &str, reference: Option<&str>) -> Result<SetUp, Stop> {
+    let shown = attempt.redactor.text(url).into_owned();
+    let repository = match Repository::parse(url, reference) {
+        Ok(repository) => repository,
+        Err(reason) => return Ok(SetUp::failed(outcome::source_failed(&shown, reason))),
+    };
+    let exit = attempt
+        .process(command("source", repository.script(), repository.env(), CLONE_LIMIT))
+        .await?;
+    let failure = if exit.timed_out {
+        let reason = format!("it took longer than {}", outcome::humanise_duration(CLONE_LIMIT.as_millis() as u64));
+        Some(outcome::source_failed(&shown, &reason))
+    } else if exit.code != 0 {
+        let stderr = output::stderr_tail(&exit.output).unwrap_or_default();
+        // The URL's own password is a secret of this trial too.
+        let stderr = Redactor::new(repository.password()).text(&stderr).into_owned();
+        let reason = attempt.redactor.text(output::git_reason(&stderr)).into_owned();
+        Some(outcome::source_failed(&shown, &reason))
+    } else {
+        None
+    };
+    Ok(SetUp {
+        failure,
+        diagnostics: memory_diagnostics(&exit, "source"),
+    })
+}
+
+async fn install(attempt: &Attempt<'_>, install: &str) -> Result<SetUp, Stop> {
+    let exit = attempt
+        .process(command("profile.install", install.to_owned(), attempt.env(), INSTALL_LIMIT))
+        .await?;
+    let failure = if exit.timed_out {
+        Some(outcome::set_up_timed_out("profile's install", INSTALL_LIMIT.as_millis() as u64))
+    } else {
+        (exit.code != 0).then(|| outcome::install_failed(exit.code))
+    };
+    let mut diagnostics = memory_diagnostics(&exit, "profile.install");
+    if failure.is_some() {
+        diagnostics.extend(output::last_words("The profile's install", &exit.output, &attempt.redactor));
+    }
+    Ok(SetUp { failure, diagnostics })
+}
+
+/// A step that is `bash -c SCRIPT` in the workspace.
+pub(crate) fn command(step: &str, script: String, env: BTreeMap<String, String>, time_limit: Duration) -> StepCommand {
+    StepCommand {
+        step: step.to_owned(),
+        argv: vec!["bash".into(), "-c".into(), script],
+        env,
+        time_limit,
+    }
+}
+
+/// Running out of memory ends no trial, but explains much.
+pub(crate) fn memory_diagnostics(exit: &StepExit, step: &str) -> Vec<String> {
+    exit.out_of_memory
+        .then(|| format!("The sandbox ran out of memory during {step}"))
+        .into_iter()
+        .collect()
+}

@@ -1,0 +1,279 @@
+//! A trial, step by step: set-up, the agent's turns, the check, the outcome.
+//!
+//! A recorded step is never run again; its result is used. Steps that run processes are started once by the sandbox's supervisor, the others
+//! may run again, so nothing waits between them for an acknowledgement.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use bytes::Bytes;
+use evalgrid_domain::{
+    outcome,
+    redact::Redactor,
+    request::{Case, Profile, SuiteBatchRequest, VariantRequest, effective_source},
+};
+use evalgrid_proto::v1::{AttemptFailureKind, Lease, ObjectRef, RecordedStep, StepOutcome, StepRecord, TrialOutcome};
+use evalgrid_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, StepCommand, StepExit};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::time::timeout;
+
+use crate::{account::Account, check, objects::ObjectError, outbox::Fact, setup, turns, worker::Worker};
+
+/// A step's result, or evidence, up to this size travels with its event; a bigger one is an object.
+pub(crate) const INLINE_BYTES: usize = 16 << 10;
+/// What a sandbox lives longer than all its steps may take: waiting for a worker that crashed, for evidence that must be stored, for a retry.
+const LIFETIME_MARGIN: Duration = Duration::from_secs(3_600);
+/// How much longer than its time limit a step may be awaited: proving a tree dead takes seconds at worst.
+const STEP_GRACE: Duration = Duration::from_secs(60);
+/// Any other call to a sandbox. The providers have shorter deadlines of their own.
+const CALL_DEADLINE: Duration = Duration::from_secs(120);
+
+/// How an attempt at a trial ended.
+pub(crate) enum Ended {
+    /// The trial is over.
+    Outcome(Box<TrialOutcome>),
+    /// This attempt is.
+    Failed(AttemptFailureKind, String),
+    /// Somebody else goes on with it.
+    Fenced,
+}
+
+/// Why an attempt cannot go on. Never anything about the agent.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    Failed(AttemptFailureKind, String),
+    Fenced,
+}
+
+impl Stop {
+    pub(crate) fn lost(reason: impl Into<String>) -> Self {
+        Self::Failed(AttemptFailureKind::SandboxLost, reason.into())
+    }
+
+    fn unavailable(reason: impl Into<String>) -> Self {
+        Self::Failed(AttemptFailureKind::SandboxUnavailable, reason.into())
+    }
+}
+
+impl From<SandboxError> for Stop {
+    fn from(error: SandboxError) -> Self {
+        match error {
+            SandboxError::Fenced { .. } => Self::Fenced,
+            SandboxError::Create { .. } => Self::unavailable(error.to_string()),
+            SandboxError::Lost { .. } | SandboxError::Operation { .. } => Self::lost(error.to_string()),
+        }
+    }
+}
+
+impl From<ObjectError> for Stop {
+    fn from(error: ObjectError) -> Self {
+        Self::lost(error.to_string())
+    }
+}
+
+/// What a step has to say when it is recorded.
+pub(crate) trait StepResult: Serialize + DeserializeOwned {
+    /// The trial cannot be scored after this step.
+    fn failed(&self) -> bool;
+}
+
+/// The result of `sandbox.create`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Created {
+    created_at_ms: u64,
+}
+
+impl StepResult for Created {
+    fn failed(&self) -> bool {
+        false
+    }
+}
+
+/// A result that was too big to travel with its event.
+#[derive(Serialize, Deserialize)]
+struct Pointer {
+    object: Place,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Place {
+    sha256: String,
+    size: u64,
+}
+
+/// One attempt, once its sandbox is there.
+pub(crate) struct Attempt<'a> {
+    pub(crate) worker: &'a Worker,
+    pub(crate) lease: &'a Lease,
+    pub(crate) request: &'a SuiteBatchRequest,
+    pub(crate) case: &'a Case,
+    pub(crate) variant: &'a VariantRequest,
+    pub(crate) sandbox: Box<dyn Sandbox>,
+    pub(crate) redactor: Arc<Redactor>,
+    recorded: HashMap<&'a str, &'a RecordedStep>,
+}
+
+/// Runs the trial of a lease, or what is left of it.
+pub(crate) async fn run(worker: &Worker, lease: &Lease) -> Ended {
+    let redactor = Arc::new(Redactor::new(lease.variables.values()));
+    match attempt(worker, lease, redactor.clone()).await {
+        Ok(outcome) => Ended::Outcome(Box::new(outcome)),
+        Err(Stop::Failed(kind, reason)) => Ended::Failed(kind, outcome::failure_text(&redactor.text(&reason))),
+        Err(Stop::Fenced) => Ended::Fenced,
+    }
+}
+
+async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Result<TrialOutcome, Stop> {
+    let object = lease
+        .request
+        .as_ref()
+        .ok_or_else(|| Stop::unavailable("the lease names no start request"))?;
+    let request = worker.objects.request(&lease.organization_id, object).await?;
+    let case = request.cases.get(lease.case_index as usize);
+    let variant = request.variants.get(lease.variant_index as usize);
+    let (Some(case), Some(variant)) = (case, variant) else {
+        return Err(Stop::unavailable("the start request has no such case or variant"));
+    };
+    let provider = worker.providers.get(lease.provider.as_str());
+    let provider = provider.ok_or_else(|| Stop::unavailable(format!("this worker has no {} sandboxes", lease.provider)))?;
+    let sandbox = sandbox(worker, lease, case, provider.as_ref()).await?;
+    let recorded = lease.steps.iter().map(|step| (step.step.as_str(), step)).collect();
+    let attempt = Attempt {
+        worker,
+        lease,
+        request: &request,
+        case,
+        variant,
+        sandbox,
+        redactor,
+        recorded,
+    };
+
+    let created: Created = attempt
+        .once("sandbox.create", async { Ok(Created { created_at_ms: now_ms() }) })
+        .await?;
+    let mut account = Account::default();
+    setup::run(&attempt, &mut account).await?;
+    if !account.is_void() {
+        turns::run(&attempt, &mut account).await?;
+    }
+    check::run(&attempt, &mut account).await?;
+    let sandbox_ms = now_ms().saturating_sub(created.created_at_ms);
+    account.outcome(&attempt, sandbox_ms).await
+}
+
+/// Makes the sandbox, or takes over the one that an earlier attempt has left.
+async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn SandboxProvider) -> Result<Box<dyn Sandbox>, Stop> {
+    if lease.adopt {
+        return called("attach", provider.attach(&lease.sandbox, lease.token)).await;
+    }
+    let working = Duration::from_millis(case.time_limit_ms().into());
+    let spec = SandboxSpec {
+        name: lease.sandbox.clone(),
+        token: lease.token,
+        lifetime: setup::CLONE_LIMIT + setup::INSTALL_LIMIT + working + check::LIMIT + LIFETIME_MARGIN,
+        limits: worker.limits,
+    };
+    match called("create", provider.create(&spec)).await {
+        // Whatever went wrong before there was a sandbox, no sandbox was lost.
+        Err(Stop::Failed(_, reason)) => Err(Stop::unavailable(reason)),
+        result => result,
+    }
+}
+
+impl Attempt<'_> {
+    /// The step's recorded result, or else what `run` gives, which is then recorded.
+    pub(crate) async fn once<T: StepResult>(&self, step: &str, run: impl Future<Output = Result<T, Stop>>) -> Result<T, Stop> {
+        if let Some(recorded) = self.recorded.get(step) {
+            return self.read(&recorded.result).await;
+        }
+        let result = run.await?;
+        let outcome = if result.failed() { StepOutcome::Failed } else { StepOutcome::Done };
+        let bytes = self.stored(&result).await?;
+        let record = StepRecord {
+            token: self.lease.token,
+            step: step.to_owned(),
+            outcome: outcome.into(),
+            result: bytes,
+        };
+        self.worker.outbox.push(Fact::Step(record));
+        Ok(result)
+    }
+
+    async fn read<T: DeserializeOwned>(&self, bytes: &Bytes) -> Result<T, Stop> {
+        let unreadable = |error: serde_json::Error| Stop::lost(format!("a recorded step cannot be read: {error}"));
+        match serde_json::from_slice::<Pointer>(bytes) {
+            Ok(Pointer { object }) => {
+                let object = ObjectRef {
+                    sha256: object.sha256,
+                    size: object.size,
+                };
+                let bytes = self.worker.objects.get(&self.lease.organization_id, &object).await?;
+                serde_json::from_slice(&bytes).map_err(unreadable)
+            }
+            Err(_) => serde_json::from_slice(bytes).map_err(unreadable),
+        }
+    }
+
+    /// The JSON of a value, or of a pointer to it where it is big: data first, then the pointer.
+    async fn stored(&self, value: &impl Serialize) -> Result<Bytes, Stop> {
+        let bytes = json(value);
+        if bytes.len() <= INLINE_BYTES {
+            return Ok(bytes);
+        }
+        let object = self.worker.objects.put(&self.lease.organization_id, bytes).await?;
+        Ok(json(&Pointer {
+            object: Place {
+                sha256: object.sha256,
+                size: object.size,
+            },
+        }))
+    }
+
+    /// Runs a process of the trial, or waits for the one that an earlier attempt has started.
+    pub(crate) async fn process(&self, command: StepCommand) -> Result<StepExit, Stop> {
+        match timeout(command.time_limit + STEP_GRACE, self.sandbox.run(&command)).await {
+            Ok(exit) => Ok(exit?),
+            Err(_) => Err(Stop::lost(format!("the supervisor did not end {} in time", command.step))),
+        }
+    }
+
+    pub(crate) fn profile(&self) -> Option<&Profile> {
+        self.variant.profile.as_ref()
+    }
+
+    pub(crate) fn source(&self) -> &evalgrid_domain::request::Source {
+        effective_source(self.request, self.lease.case_index as usize)
+    }
+
+    /// The environment of everything that the trial runs: the profile's own, and the variables that it names.
+    pub(crate) fn env(&self) -> BTreeMap<String, String> {
+        let mut env = self.profile().and_then(|profile| profile.env.clone()).unwrap_or_default();
+        env.extend(self.lease.variables.iter().map(|(name, value)| (name.clone(), value.clone())));
+        env
+    }
+}
+
+/// A call to a sandbox or its provider, with a deadline.
+pub(crate) async fn called<T>(operation: &str, call: impl Future<Output = Result<T, SandboxError>>) -> Result<T, Stop> {
+    match timeout(CALL_DEADLINE, call).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(Stop::lost(format!("{operation}: no answer in time"))),
+    }
+}
+
+pub(crate) fn json(value: &impl Serialize) -> Bytes {
+    serde_json::to_vec(value)
+        .expect("our own types have string keys and no failing serializers")
+        .into()
+}
+
+pub(crate) fn now_ms() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_millis() as u64)
+}

@@ -1,0 +1,277 @@
+//! The agent's turns: one process each, within one time limit over all of them.
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    sync::Arc,
+    time::Duration,
+};
+
+use evalgrid_domain::{
+    evidence::{JournalEntry, Role, Trajectory},
+    number::Number,
+    outcome::{self, Usage},
+    prompt,
+    redact::Redactor,
+    request::User,
+};
+use evalgrid_harness::{Harness, HarnessEvent, Setting, Turn, TurnOutput, recorder};
+use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    account::Account,
+    output,
+    setup::memory_diagnostics,
+    trial::{Attempt, StepResult, Stop, called, now_ms},
+};
+
+/// Bytes of output that are read at once; more would keep other trials waiting and goes to a thread of its own.
+const INLINE_READ_BYTES: u64 = 256 << 10;
+/// Paths of changed files that one turn may name.
+const MAX_FILES: usize = 10_000;
+
+/// What a turn records. Every text in it is redacted.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct TurnRecord {
+    pub(crate) started_at_ms: u64,
+    pub(crate) finished_at_ms: u64,
+    pub(crate) exit_code: i32,
+    /// Why the trial cannot be scored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) failure: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) session_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) usage: Option<Usage>,
+    pub(crate) commands: u32,
+    pub(crate) failed_commands: u32,
+    /// As the agent named them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) files: Vec<String>,
+    pub(crate) entries: Vec<JournalEntry>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) diagnostics: Vec<String>,
+}
+
+impl StepResult for TurnRecord {
+    fn failed(&self) -> bool {
+        self.failure.is_some()
+    }
+}
+
+/// What the harness needs in HOME.
+pub(crate) fn home_files(attempt: &Attempt<'_>) -> Vec<(String, Vec<u8>)> {
+    let files = harness(attempt).map(|harness| harness.home_files(&setting(attempt)));
+    files
+        .unwrap_or_default()
+        .into_iter()
+        .map(|file| (file.path, file.content))
+        .collect()
+}
+
+fn harness(attempt: &Attempt<'_>) -> Option<&'static dyn Harness> {
+    evalgrid_harness::by_name(attempt.variant.harness.name())
+}
+
+fn setting(attempt: &Attempt<'_>) -> Setting {
+    let profile = attempt.profile();
+    Setting {
+        home: attempt.sandbox.home().to_owned(),
+        workspace: attempt.sandbox.workspace().to_owned(),
+        model: attempt.variant.model.clone(),
+        run: profile.and_then(|profile| profile.run.clone()),
+        system_prompt: profile.and_then(|profile| profile.system_prompt.clone()),
+        env: attempt.env(),
+    }
+}
+
+/// Runs the turns until the conversation is over: the script has run out, the turns are used up, nothing continues, or something failed.
+pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<(), Stop> {
+    let name = attempt.variant.harness.name();
+    let Some(harness) = harness(attempt) else {
+        account.void(outcome::harness_failed(name, "this worker does not have it"), &[]);
+        return Ok(());
+    };
+    let setting = setting(attempt);
+    let opening = prompt::render(&attempt.request.suite.prompt, &attempt.case.variables);
+    let replies = match &attempt.case.user {
+        Some(User::Scripted { replies }) => replies.as_slice(),
+        _ => &[],
+    };
+    let prompts = std::iter::once(&opening).chain(replies).take(attempt.case.turn_limit() as usize);
+    let limit_ms = u64::from(attempt.case.time_limit_ms());
+    let mut session_id: Option<String> = None;
+    for (prompt, number) in prompts.zip(1..) {
+        if number > 1 && session_id.is_none() {
+            break;
+        }
+        let left_ms = limit_ms.saturating_sub(account.model_ms());
+        if left_ms == 0 {
+            account.void(outcome::timed_out(limit_ms), &[]);
+            break;
+        }
+        let turn = Turn {
+            number,
+            prompt,
+            session_id: session_id.as_deref(),
+            deadline_ms: now_ms() + left_ms,
+        };
+        let command = match harness.turn(&setting, &turn) {
+            Ok(command) => command,
+            Err(error) => {
+                account.void(outcome::harness_failed(name, &error.to_string()), &[]);
+                break;
+            }
+        };
+        let step = format!("turn.{number}.agent");
+        let command = StepCommand {
+            step: step.clone(),
+            argv: command.argv,
+            env: command.env,
+            time_limit: Duration::from_millis(left_ms),
+        };
+        let mut record = attempt.once(&step, agent(attempt, harness, &turn, command, limit_ms)).await?;
+        session_id = record.session_id.take().or(session_id);
+        account.turn(record, &setting.workspace);
+        if account.is_void() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+async fn agent(
+    attempt: &Attempt<'_>,
+    harness: &'static dyn Harness,
+    turn: &Turn<'_>,
+    command: StepCommand,
+    limit_ms: u64,
+) -> Result<TurnRecord, Stop> {
+    let step = command.step.clone();
+    let exit = attempt.process(command).await?;
+    let mut diagnostics = memory_diagnostics(&exit, &step);
+    let mut trace = Vec::new();
+    if let Some(log) = harness.trace_log(turn.number) {
+        match called("read the recorder's log", async {
+            Ok(attempt.sandbox.read_file(Base::Home, &log, recorder::LOG_LIMIT).await)
+        })
+        .await?
+        {
+            Ok(found) => trace = found.unwrap_or_default(),
+            Err(SandboxError::Operation { reason, .. }) => {
+                diagnostics.push(format!("The recorder's log could not be read: {}", attempt.redactor.text(&reason)));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    // Only in a conversation is it worth saying who said what.
+    let person = attempt.case.user.is_some().then(|| turn.prompt.to_owned());
+    let reader = Reader {
+        harness,
+        redactor: attempt.redactor.clone(),
+        exit: exit.clone(),
+        trace,
+        person,
+        diagnostics,
+    };
+    let record = if exit.output.stdout_bytes + reader.trace.len() as u64 <= INLINE_READ_BYTES {
+        reader.read()
+    } else {
+        tokio::task::spawn_blocking(|| reader.read())
+            .await
+            .unwrap_or_else(|error| Err(io::Error::other(error)))
+    };
+    let mut record = record.map_err(|error| Stop::lost(format!("the agent's output cannot be read: {error}")))?;
+    if exit.timed_out {
+        record.failure = Some(outcome::timed_out(limit_ms));
+    }
+    Ok(record)
+}
+
+/// Reads what a turn has left behind.
+struct Reader {
+    harness: &'static dyn Harness,
+    redactor: Arc<Redactor>,
+    exit: StepExit,
+    trace: Vec<u8>,
+    person: Option<String>,
+    diagnostics: Vec<String>,
+}
+
+impl Reader {
+    fn read(self) -> io::Result<TurnRecord> {
+        let exit = &self.exit;
+        let mut record = TurnRecord {
+            started_at_ms: exit.started_at_ms,
+            finished_at_ms: exit.finished_at_ms,
+            exit_code: exit.code,
+            diagnostics: self.diagnostics,
+            ..TurnRecord::default()
+        };
+        let mut trajectory = Trajectory::default();
+        if let Some(text) = self.person {
+            let mut entry = JournalEntry::Message {
+                finished_at_millis: Some(Number::from(exit.started_at_ms)),
+                role: Some(Role::User),
+                text,
+                usage: None,
+            };
+            entry.seal(&self.redactor);
+            trajectory.push(entry);
+        }
+        let (mut stdout, mut tail) = (File::open(&exit.output.stdout)?, None);
+        if let Some(path) = &exit.output.stdout_tail {
+            let file = File::open(path)?;
+            let start = exit.output.stdout_bytes.saturating_sub(file.metadata()?.len());
+            tail = Some((file, start));
+        }
+        // Without arrival times the events are still worth having.
+        let mut times: Box<dyn Read> = match File::open(&exit.output.stdout_times) {
+            Ok(file) => Box::new(file),
+            Err(_) => Box::new(io::empty()),
+        };
+        let output = TurnOutput {
+            stdout: &mut stdout,
+            stdout_tail: tail.as_mut().map(|(file, start)| (file as &mut dyn Read, *start)),
+            stdout_times: &mut times,
+            trace: &self.trace,
+            exit_code: exit.code,
+            finished_at_ms: exit.finished_at_ms,
+        };
+        let end = self.harness.read(output, &mut |event| {
+            if let HarnessEvent::Command { exit_code, .. } = &event {
+                record.commands += 1;
+                record.failed_commands += u32::from(exit_code.is_some_and(|code| code != 0));
+            }
+            let Some(mut entry) = event.into_entry() else { return };
+            entry.seal(&self.redactor);
+            if let JournalEntry::FileChange { paths, .. } = &entry {
+                let room = MAX_FILES.saturating_sub(record.files.len());
+                record.files.extend(paths.iter().take(room).cloned());
+            }
+            trajectory.push(entry);
+        })?;
+        record.entries = trajectory.finish();
+        record.usage = end.usage;
+        record.diagnostics.extend(end.diagnostics);
+        record.failure = end
+            .failure
+            .map(|reason| outcome::harness_failed(self.harness.name(), &self.redactor.text(&reason)));
+        match end.session_id {
+            Some(id) if self.redactor.text(&id) != id => {
+                record
+                    .diagnostics
+                    .push("The agent's session id looks like a secret, so the conversation cannot go on".into());
+            }
+            id => record.session_id = id,
+        }
+        if exit.code != 0 {
+            record
+                .diagnostics
+                .extend(output::last_words("The agent's process", &exit.output, &self.redactor));
+        }
+        Ok(record)
+    }
+}
