@@ -19,16 +19,17 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// Rounds of looking for processes that a dead supervisor left behind; each must find one.
 const STRAY_ROUNDS: usize = 200;
 
-/// Removes everything of a sandbox whose supervisor has been asked to end, or is gone. Blocks.
-pub fn remove(layout: &Layout) -> io::Result<()> {
+/// Removes everything of a sandbox. `orderly`: its supervisor has just said that all is dead and that it will exit. Blocks.
+pub fn remove(layout: &Layout, orderly: bool) -> io::Result<()> {
     // Half-made sandboxes have no meta; then nothing was started either.
     let meta: Option<Meta> = layout::read_json(&layout.meta())?;
     if let Some(meta) = meta
         && meta.boot_id == layout::boot_id()?
     {
-        let orderly = layout.ended().exists();
-        let lock = wait_for_supervisor(layout, &meta)?;
-        if !orderly && !layout.ended().exists() {
+        // One that has written down why it ended had killed everybody before.
+        let orderly = orderly || layout.ended().exists();
+        let lock = wait_for_supervisor(layout, &meta, orderly)?;
+        if !orderly {
             kill_strays(&layout.folder)?;
         }
         cgroup::remove(&meta.cgroups)?;
@@ -38,19 +39,18 @@ pub fn remove(layout: &Layout) -> io::Result<()> {
 }
 
 /// Returns when the supervisor is dead, if need be by killing it.
-fn wait_for_supervisor(layout: &Layout, meta: &Meta) -> io::Result<fs::File> {
+fn wait_for_supervisor(layout: &Layout, meta: &Meta, orderly: bool) -> io::Result<fs::File> {
     let patience = Instant::now() + LOCK_PATIENCE;
     let mut pause = Duration::from_micros(100);
     let mut killed = false;
     loop {
-        if let Some(lock) = layout::try_lock(&layout.lock())? {
+        if let Some(lock) = layout::try_lock(&layout.run())? {
             return Ok(lock);
         }
         if Instant::now() > patience {
             return Err(io::Error::other("its supervisor does not end"));
         }
-        // It has written why it ended: it is about to exit by itself.
-        if !killed && !layout.ended().exists() && pause > Duration::from_millis(50) {
+        if !killed && !orderly && pause > Duration::from_millis(50) {
             // Whoever holds the lock is the process that wrote its id there.
             if let Some(pid) = Pid::from_raw(meta.supervisor as i32) {
                 let _ = rustix::process::kill_process(pid, Signal::KILL);

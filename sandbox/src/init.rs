@@ -32,7 +32,7 @@ pub fn run() -> io::Result<()> {
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     let signals = sys::signal_descriptor()?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    sys::detach_stdio(&io::stderr())?;
+    sys::detach_stdio()?;
     let mut init = Init {
         channel: Channel::new(socket),
         step: None,

@@ -1,5 +1,9 @@
 //! The files of a sandbox on the host: `<root>/<name>/{home,workspace,tmp}` for the agent and `<root>/<name>/run` for us.
 //!
+//! As few as can be: where thousands of files come and go, ext4 skips over each one that was deleted lately, and that is most of their cost.
+//! So the lock is on the folder itself, a step's folder says that it was started, and the end of a sandbox is only written down if it was
+//! not asked for.
+//!
 //! Nothing here is synced: after a power cut the boot id differs, and whatever the files say, the sandbox is gone.
 
 use std::{
@@ -28,13 +32,6 @@ pub struct Meta {
     pub token: u64,
     /// The control groups that were, or were about to be, made.
     pub cgroups: Vec<PathBuf>,
-}
-
-/// `started.json` of a step.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Started {
-    pub started_at_ms: u64,
-    pub time_limit_ms: u64,
 }
 
 /// Whether `name` is `[a-z0-9_-]{1,80}`: such a name is one harmless path component and never one of ours, which start with a dot.
@@ -79,20 +76,16 @@ impl Layout {
         self.folder.join("run")
     }
 
-    pub fn lock(&self) -> PathBuf {
-        self.run().join("lock")
-    }
-
     pub fn meta(&self) -> PathBuf {
         self.run().join("meta.json")
     }
 
-    /// What the supervisor, or bubblewrap, had to complain about.
+    /// What a supervisor that broke had to say; usually not there.
     pub fn log(&self) -> PathBuf {
         self.run().join("supervisor.log")
     }
 
-    /// Why the supervisor ended by itself, where it did.
+    /// Why the supervisor ended, where it was not destroyed.
     pub fn ended(&self) -> PathBuf {
         self.run().join("ended")
     }
@@ -132,11 +125,11 @@ pub fn create_private(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o600).open(path)
 }
 
-/// Takes the lock that a supervisor holds while it lives. `None`: somebody holds it.
-pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
-    let file = create_private(path)?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(Some(file)),
+/// Takes the lock on the `run` folder that a supervisor holds while it lives. `None`: somebody holds it.
+pub fn try_lock(run: &Path) -> io::Result<Option<File>> {
+    let folder = File::open(run)?;
+    match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(folder)),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
         Err(e) => Err(e.into()),
     }

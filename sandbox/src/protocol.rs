@@ -15,6 +15,7 @@ pub struct Create {
     pub name: String,
     pub token: u64,
     pub lifetime: Duration,
+    pub boot_id: String,
     pub memory_bytes: u64,
     pub pids: u32,
     pub cgroups: Plan,

@@ -201,6 +201,7 @@ struct Core {
     /// Absolute.
     root: PathBuf,
     executable: PathBuf,
+    boot_id: String,
     backend: Backend,
     plan: cgroup::Plan,
     enforcement: Enforcement,
@@ -221,14 +222,14 @@ impl Core {
         backend: impl FnOnce(&Path, &Path) -> io::Result<Backend>,
         provider: &'static str,
     ) -> Result<Self, SandboxError> {
-        let prepare = || -> io::Result<(PathBuf, PathBuf, Backend)> {
+        let prepare = || -> io::Result<(PathBuf, PathBuf, String, Backend)> {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
             let root = root.canonicalize()?;
             let executable = executable.map_or_else(std::env::current_exe, Ok)?.canonicalize()?;
             let backend = backend(&root, &executable)?;
-            Ok((root, executable, backend))
+            Ok((root, executable, layout::boot_id()?, backend))
         };
-        let (root, executable, backend) = prepare().map_err(|e| SandboxError::Create {
+        let (root, executable, boot_id, backend) = prepare().map_err(|e| SandboxError::Create {
             provider,
             reason: e.to_string(),
         })?;
@@ -238,6 +239,7 @@ impl Core {
             provider,
             root,
             executable,
+            boot_id,
             backend,
             plan,
             enforcement,
@@ -270,6 +272,7 @@ impl Core {
             lifetime: spec.lifetime,
             memory_bytes: spec.limits.memory_bytes,
             pids: spec.limits.pids,
+            boot_id: self.boot_id.clone(),
             cgroups: self.plan.clone(),
             backend: self.backend.clone(),
         };
@@ -411,13 +414,11 @@ impl Core {
             return Ok(());
         }
         // No supervisor, or one that hangs: `remove` sees to that.
-        let _ = tokio::time::timeout(DESTROY_PATIENCE, async {
-            Client::connect(&layout.run(), "control").await?.ask(&Request::Destroy).await
-        })
-        .await;
+        let asked = async { Client::connect(&layout.run(), "control").await?.ask(&Request::Destroy).await };
+        let orderly = matches!(tokio::time::timeout(DESTROY_PATIENCE, asked).await, Ok(Ok(Reply::Done)));
         let name = name.to_owned();
         handle::on_blocking_thread(move || {
-            destroy::remove(&layout).map_err(|e| SandboxError::Operation {
+            destroy::remove(&layout, orderly).map_err(|e| SandboxError::Operation {
                 operation: format!("destroy the sandbox {name}"),
                 reason: e.to_string(),
             })

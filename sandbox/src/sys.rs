@@ -174,12 +174,12 @@ pub fn reap() -> Reaped {
     }
 }
 
-/// Puts `/dev/null` on stdin and stdout, and `log` on stderr.
-pub fn detach_stdio(log: &impl std::os::fd::AsFd) -> io::Result<()> {
+/// Puts `/dev/null` on stdin, stdout and stderr.
+pub fn detach_stdio() -> io::Result<()> {
     use rustix::fs::{Mode, OFlags};
     let null = rustix::fs::open(c"/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     rustix::stdio::dup2_stdin(&null)?;
     rustix::stdio::dup2_stdout(&null)?;
-    rustix::stdio::dup2_stderr(log)?;
+    rustix::stdio::dup2_stderr(&null)?;
     Ok(())
 }

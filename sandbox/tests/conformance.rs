@@ -591,7 +591,7 @@ async fn destroy_leaves_nothing(world: World) {
     let step = bash("running", ": > /tmp/x; sleep 1000");
     let (lost, ()) = tokio::join!(sandbox.run(&step), async {
         until("the step runs", || {
-            world.folder().join("tmp/x").exists() || world.folder().join("run/steps/running/started.json").exists()
+            world.folder().join("tmp/x").exists() || world.folder().join("run/steps/running/stdout").exists()
         })
         .await;
         world.destroy().await;
@@ -609,7 +609,6 @@ async fn destroy_of_half_made_and_rebooted_sandboxes(world: World) {
     let root = world.root.path().join(world.provider.name());
     fs::create_dir_all(root.join("only-folder")).unwrap();
     fs::create_dir_all(root.join("no-meta/run/steps")).unwrap();
-    fs::write(root.join("no-meta/run/lock"), "").unwrap();
     // From before a reboot: its ids mean nothing now, this test's own process among them.
     fs::create_dir_all(root.join("rebooted/run")).unwrap();
     let meta = serde_json::json!({

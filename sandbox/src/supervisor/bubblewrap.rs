@@ -11,11 +11,14 @@ use std::{
 
 use rustix::process::{Pid, Signal};
 
-use super::backend::{Event, Launch, StartFailure};
+use super::{
+    backend::{Event, Launch, StartFailure},
+    output::{self, Source},
+};
 use crate::{
     cgroup::Group,
     inner_protocol::{Channel, HOME, INIT_PATH, Order, Report, WORKSPACE},
-    layout::{self, Layout},
+    layout::Layout,
     protocol::{self, Bubblewrap},
     sys::{self, Prepare, Reaped},
 };
@@ -27,6 +30,8 @@ const ORDER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The supervisor's side of a bubblewrap.
 pub struct Inner {
+    /// What bubblewrap says on stderr; only its reasons for not starting are of interest.
+    _complaints: Source,
     channel: Option<Channel>,
     bwrap: Option<Pid>,
     childless: bool,
@@ -39,14 +44,14 @@ impl Inner {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_read_timeout(Some(START_PATIENCE))?;
         ours.set_write_timeout(Some(ORDER_PATIENCE))?;
-        let log = layout::create_private(&layout.log())?;
+        let (complaints, complaints_end) = output::pipe()?;
         let mut command = Command::new(&spec.program);
         arguments(&mut command, spec, layout);
         command
             .env_clear()
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            .stderr(log);
+            .stderr(complaints_end);
         // `--die-with-parent` means the thread that started it: this process has only one.
         let prepare = Prepare {
             new_session: true,
@@ -64,16 +69,18 @@ impl Inner {
             Ok(Report::Ready) => {}
             Ok(other) => return Err(io::Error::other(format!("the init said {other:?} instead of Ready"))),
             Err(e) => {
-                let said = fs::read_to_string(layout.log()).unwrap_or_default();
-                let said = said.trim();
+                let mut said = Vec::new();
+                complaints.read(&mut Vec::new(), |chunk| said.extend_from_slice(chunk));
+                let said = String::from_utf8_lossy(&said).trim().to_owned();
                 return Err(io::Error::other(if said.is_empty() {
                     format!("no word from inside: {e}")
                 } else {
-                    said.to_owned()
+                    said
                 }));
             }
         }
         Ok(Self {
+            _complaints: complaints,
             channel: Some(Channel::new(ours)),
             bwrap: Pid::from_raw(child.id() as i32),
             childless: false,

@@ -27,7 +27,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     cgroup::Group,
-    layout::{self, Layout, Meta, Started},
+    layout::{self, Layout, Meta},
     protocol::{self, Create, ExitRecord, Reply, Request},
     sys,
 };
@@ -128,6 +128,8 @@ struct Closing {
     waiting: Vec<u64>,
     /// Connections whose step this ends.
     lost: Vec<u64>,
+    /// What is left of it is of no interest any more.
+    destroyed: bool,
     /// Nothing is left.
     dead: bool,
 }
@@ -155,14 +157,16 @@ impl Supervisor {
 
     fn create_inside(create: Create, layout: Layout, folder: impl Fn(&Path, u32) -> io::Result<()>) -> io::Result<Self> {
         folder(&layout.run(), 0o700)?;
-        let lock = layout::try_lock(&layout.lock())?.ok_or_else(|| io::Error::other("somebody else holds the lock"))?;
-        sys::detach_stdio(&layout::create_private(&layout.log())?)?;
+        let lock = layout::try_lock(&layout.run())?.ok_or_else(|| io::Error::other("somebody else holds the lock"))?;
+        sys::detach_stdio()?;
+        let log = layout.log();
+        std::panic::set_hook(Box::new(move |panic| drop(fs::write(&log, panic.to_string()))));
         sys::become_subreaper()?;
         let meta = Meta {
             name: create.name.clone(),
             provider: create.backend.provider().to_owned(),
             supervisor: std::process::id(),
-            boot_id: layout::boot_id()?,
+            boot_id: create.boot_id.clone(),
             created_at_ms: layout::now_ms(),
             lifetime_ms: create.lifetime.as_millis() as u64,
             token: create.token,
@@ -212,8 +216,10 @@ impl Supervisor {
             self.connections.retain(|c| !c.broken);
         }
         if let Some(closing) = self.closing.take() {
-            // First the reason, then the news.
-            fs::write(self.layout.ended(), &closing.reason)?;
+            if !closing.destroyed {
+                // First the reason, then the news.
+                fs::write(self.layout.ended(), &closing.reason)?;
+            }
             let lost = Reply::Lost { reason: closing.reason };
             closing.lost.into_iter().for_each(|id| self.reply(id, &lost));
             closing.waiting.into_iter().for_each(|id| self.reply(id, &Reply::Done));
@@ -439,17 +445,9 @@ impl Supervisor {
     fn launch(&mut self, id: u64, request: StepRequest) -> Result<(), Reply> {
         let folder = self.layout.step(&request.step);
         let begin = || -> io::Result<(Step, Launch<'_>)> {
-            // The folder is what makes it once-only, even across mistakes of ours.
+            // The folder says that it was started, and makes it once-only even across mistakes of ours.
             fs::DirBuilder::new().mode(0o700).create(&folder)?;
             let started_at_ms = layout::now_ms();
-            let time_limit_ms = request.time_limit.as_millis() as u64;
-            layout::write_json(
-                &folder.join("started.json"),
-                &Started {
-                    started_at_ms,
-                    time_limit_ms,
-                },
-            )?;
             let (stdout, stdout_end) = output::pipe()?;
             let (stderr, stderr_end) = output::pipe()?;
             let step = Step {
@@ -629,10 +627,12 @@ impl Supervisor {
     /// Begins the end: everything is killed, then this process exits.
     fn close(&mut self, reason: &str, waiting: Option<u64>) {
         if let Some(closing) = &mut self.closing {
+            closing.destroyed |= waiting.is_some();
             closing.waiting.extend(waiting);
             return;
         }
         let mut lost: Vec<u64> = self.pending.take().map(|(id, _)| id).into_iter().collect();
+        let destroyed = waiting.is_some();
         let mut waiting: Vec<u64> = waiting.into_iter().collect();
         if let Some(step) = self.step.take() {
             lost.extend(step.waiting);
@@ -642,6 +642,7 @@ impl Supervisor {
             reason: reason.to_owned(),
             waiting,
             lost,
+            destroyed,
             dead: false,
         });
         self.backend.close();
