@@ -1,2 +1,132 @@
-//! Entry point.
-fn main() {}
+//! Automation: `cargo xtask test` does everything that a change must pass, and installs what that needs.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::Instant,
+};
+
+/// What the tests run: real programs, from Debian's packages.
+const PROGRAMS: &[(&str, &str)] = &[("bwrap", "bubblewrap"), ("git", "git"), ("bash", "bash"), ("zsh", "zsh")];
+
+const USAGE: &str = "\
+cargo xtask test [--long]   install what tests need, check format and lints, build, run every test
+                            (--long: more seeds, more kills; about an hour)
+cargo xtask install         only install what tests need";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let done = match words.as_slice() {
+        ["test"] => install().and_then(|()| test(false)),
+        ["test", "--long"] => install().and_then(|()| test(true)),
+        ["install"] => install(),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("xtask: {problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn on_path(program: &str) -> bool {
+    let path = env::var_os("PATH").unwrap_or_default();
+    env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
+
+fn install() -> Result<(), String> {
+    let missing: Vec<&str> = PROGRAMS
+        .iter()
+        .filter(|(program, _)| !on_path(program))
+        .map(|(_, package)| *package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let list = missing.join(" ");
+    if !on_path("apt-get") {
+        return Err(format!(
+            "please install {list} with your system's package manager, then run this again"
+        ));
+    }
+    let sudo: &[&str] = if is_root() { &[] } else { &["sudo"] };
+    println!("installing {list}");
+    let apt = |words: &[&str]| {
+        let line = [
+            sudo,
+            &[
+                "env",
+                "DEBIAN_FRONTEND=noninteractive",
+                "apt-get",
+                "-o",
+                "DPkg::Lock::Timeout=240",
+                "-q",
+            ],
+            words,
+        ]
+        .concat();
+        run(&line, &[])
+    };
+    apt(&["update"])?;
+    apt(&[&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat())
+}
+
+fn is_root() -> bool {
+    Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n")
+}
+
+fn test(long: bool) -> Result<(), String> {
+    let long: &[(&str, &str)] = if long { &[("EVALGRID_LONG", "1")] } else { &[] };
+    run(&["cargo", "fmt", "--all", "--check"], &[])?;
+    run(
+        &[
+            "cargo",
+            "clippy",
+            "--workspace",
+            "--all-targets",
+            "--locked",
+            "--",
+            "-D",
+            "warnings",
+        ],
+        &[],
+    )?;
+    if on_path("cargo-deny") {
+        run(&["cargo", "deny", "--offline", "check", "bans", "licenses", "sources"], &[])?;
+    }
+    // The end-to-end tests drive the real binary, which nothing else in the test build asks for.
+    run(&["cargo", "build", "--locked", "--package", "evalgrid-cli"], &[])?;
+    run(&["cargo", "test", "--workspace", "--locked"], long)
+}
+
+/// Runs a command in the workspace's root; shows how long it took.
+fn run(line: &[&str], variables: &[(&str, &str)]) -> Result<(), String> {
+    let text = line.join(" ");
+    println!("$ {text}");
+    let [program, arguments @ ..] = line else { return Ok(()) };
+    #[expect(clippy::disallowed_methods, reason = "a person wants to know how long it took")]
+    let began = Instant::now();
+    let mut command = Command::new(program);
+    command.args(arguments).envs(variables.iter().copied()).current_dir(root());
+    let status = command
+        .status()
+        .map_err(|error| format!("`{text}` could not be started: {error}"))?;
+    println!("  {:.0} s", began.elapsed().as_secs_f64());
+    match status.success() {
+        true => Ok(()),
+        false => Err(format!("`{text}` failed")),
+    }
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .map_or_else(|| PathBuf::from("."), Path::to_owned)
+}
