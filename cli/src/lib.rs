@@ -1,1 +1,86 @@
-//! The evalgrid binary: demo, serve, one subcommand per role, and the client commands.
+//! The binary `evalgrid`: demo, serve, one subcommand per role, and the client commands. No rule of the product lives here.
+
+mod batch;
+mod client;
+mod config;
+mod demo;
+mod failure;
+mod grid;
+mod http;
+mod keys;
+mod offline;
+mod options;
+mod output;
+mod progress;
+mod roles;
+mod stop;
+
+use std::{ffi::OsString, process::ExitCode};
+
+use tracing_subscriber::EnvFilter;
+
+use crate::{
+    failure::Failure,
+    options::{Cli, Command, Global, LogFormat},
+};
+
+/// Everything behind `main`: reads the command line, runs it, tells of a failure in plain words.
+pub fn main() -> ExitCode {
+    let variables = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
+        .collect();
+    let args: Vec<OsString> = std::env::args_os().collect();
+    match config::read(args, &variables).and_then(run) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.tell(),
+    }
+}
+
+fn run(cli: Cli) -> Result<(), Failure> {
+    // The demo's output is its progress; the log of a healthy server would only get in its way.
+    let quieter = matches!(cli.command, Command::Demo(_)) && cli.global.log == options::DEFAULT_LOG;
+    start_log(&cli.global, quieter.then_some("warn"))?;
+    match cli.command {
+        Command::Log(options::Log::Verify(data)) => return offline::verify(&data.data),
+        Command::Log(options::Log::Dump(data)) => return offline::dump(&data.data),
+        Command::Index(options::Index::Rebuild(data)) => return offline::rebuild(&data.data),
+        _ => {}
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(|error| {
+        Failure::new(
+            format!("the runtime could not be started: {error}"),
+            "Check the limits of this process (ulimit -a).",
+        )
+    })?;
+    let result = runtime.block_on(async {
+        match cli.command {
+            Command::Demo(demo) => demo::run(demo).await,
+            Command::Serve(serve) => roles::serve(serve).await,
+            Command::Scheduler(role) => roles::scheduler(role).await,
+            Command::Executor(role) => roles::executor(role).await,
+            Command::Api(role) => roles::api(role).await,
+            Command::Batch(command) => batch::run(command).await,
+            Command::Keys(command) => keys::run(command).await,
+            Command::Log(_) | Command::Index(_) => unreachable!("handled above, without a runtime"),
+        }
+    });
+    // What still runs has had its time to end; a blocked thread must not hold the process.
+    runtime.shutdown_background();
+    result
+}
+
+fn start_log(global: &Global, filter: Option<&str>) -> Result<(), Failure> {
+    let filter = filter.unwrap_or(&global.log);
+    let filter = EnvFilter::try_new(filter).map_err(|error| {
+        Failure::usage(
+            format!("--log {filter}: {error}"),
+            "Expected a level such as info, or target=level,target=level.",
+        )
+    })?;
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match global.log_format {
+        LogFormat::Text => subscriber.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).init(),
+        LogFormat::Json => subscriber.json().init(),
+    }
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! Speaking gRPC to a scheduler, and saying in plain words what it answered.
+
+use std::{fs, io, path::Path, time::Duration};
+
+use evalgrid_proto::v1::{Refusal, admin_client::AdminClient, batches_client::BatchesClient};
+use prost::Message as _;
+use tonic::{
+    Code, Request, Status,
+    metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
+    transport::{Channel, Endpoint},
+};
+
+use crate::{Failure, options, output};
+
+/// Until a connection stands.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+/// A start may bring 64 MiB.
+const MESSAGE: usize = (64 << 20) + (64 << 10);
+
+/// Puts `authorization: Bearer …` on every call.
+#[derive(Clone)]
+pub(crate) struct Bearer(MetadataValue<Ascii>);
+
+impl Interceptor for Bearer {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        request.metadata_mut().insert("authorization", self.0.clone());
+        Ok(request)
+    }
+}
+
+pub(crate) type Batches = BatchesClient<InterceptedService<Channel, Bearer>>;
+pub(crate) type Admin = AdminClient<InterceptedService<Channel, Bearer>>;
+
+/// A client for batches, with the caller's API key.
+pub(crate) async fn batches(client: &options::Client) -> Result<Batches, Failure> {
+    let key = api_key(client)?;
+    batches_at(&client.scheduler.scheduler, &key).await
+}
+
+/// A client for batches at `address` with `key`.
+pub(crate) async fn batches_at(address: &str, key: &str) -> Result<Batches, Failure> {
+    let client = BatchesClient::with_interceptor(connect(address).await?, bearer(key)?);
+    Ok(client.max_decoding_message_size(MESSAGE).max_encoding_message_size(MESSAGE))
+}
+
+/// A client for keys, with the operator's token.
+pub(crate) async fn admin(operator: &options::Operator) -> Result<Admin, Failure> {
+    let token = match &operator.admin_token {
+        Some(token) => token.clone(),
+        None => secret(&operator.data.data.join("admin-token"), "the admin token", "EVALGRID_ADMIN_TOKEN")?,
+    };
+    Ok(AdminClient::with_interceptor(
+        connect(&operator.scheduler.scheduler).await?,
+        bearer(&token)?,
+    ))
+}
+
+/// The caller's API key.
+pub(crate) fn api_key(client: &options::Client) -> Result<String, Failure> {
+    match &client.api_key {
+        Some(key) => Ok(key.clone()),
+        None => secret(&client.data.data.join("api-key"), "an API key", "EVALGRID_API_KEY"),
+    }
+}
+
+/// A secret that a server has put into its data folder.
+pub(crate) fn secret(path: &Path, what: &str, variable: &str) -> Result<String, Failure> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(text.trim().to_owned()),
+        Err(error) => {
+            let why = match error.kind() {
+                io::ErrorKind::NotFound => "there is none".to_owned(),
+                _ => error.to_string(),
+            };
+            Err(Failure::usage(
+                format!("{what} is needed, and looking in {}: {why}", path.display()),
+                format!("Set {variable}, or name the server's data folder with --data."),
+            ))
+        }
+    }
+}
+
+async fn connect(address: &str) -> Result<Channel, Failure> {
+    let usage = || {
+        Failure::usage(
+            format!("{address:?} is no address of a scheduler"),
+            "Expected --scheduler http://host:port.",
+        )
+    };
+    let endpoint = Endpoint::from_shared(address.to_owned()).map_err(|_| usage())?;
+    if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().host().is_none() {
+        return Err(usage());
+    }
+    endpoint
+        .connect_timeout(CONNECT_DEADLINE)
+        .connect()
+        .await
+        .map_err(|_| unreachable_at(address))
+}
+
+pub(crate) fn unreachable_at(address: &str) -> Failure {
+    Failure::new(
+        format!("no scheduler answers at {address}"),
+        "Start one with `evalgrid serve`, or name another with --scheduler.",
+    )
+}
+
+fn bearer(secret: &str) -> Result<Bearer, Failure> {
+    MetadataValue::try_from(format!("Bearer {secret}"))
+        .map(Bearer)
+        .map_err(|_| Failure::usage("the key has characters that no key has", "Copy it again, without line breaks."))
+}
+
+/// What a refused call means, and what to do.
+pub(crate) fn refused(status: &Status) -> Failure {
+    let refusal = match status.details() {
+        [] => None,
+        details => Refusal::decode(details).ok(),
+    };
+    let message = refusal
+        .as_ref()
+        .map(|refusal| refusal.message.as_str())
+        .filter(|text| !text.is_empty());
+    let message = output::plain(message.unwrap_or(status.message()));
+    let next = match status.code() {
+        Code::Unauthenticated => "Check the key: EVALGRID_API_KEY, or the file api-key of the right data folder in --data.",
+        Code::PermissionDenied => "Use a key with that permission: evalgrid keys create --permissions …",
+        Code::NotFound => "See what there is: evalgrid batch list",
+        Code::InvalidArgument => "Correct the request and send it again.",
+        Code::FailedPrecondition | Code::Aborted => "See what runs: evalgrid batch list",
+        Code::Unavailable | Code::DeadlineExceeded | Code::ResourceExhausted | Code::Cancelled => "Try again in a moment.",
+        _ => "See the server's log.",
+    };
+    let message = match message.is_empty() {
+        true => format!("the scheduler answered {:?}", status.code()),
+        false => message,
+    };
+    let issues = refusal.map(|refusal| issues(&refusal.issues_json)).unwrap_or_default();
+    Failure::new(format!("{message}{issues}"), next)
+}
+
+/// The documented issues, one per line, if there are more than the message tells.
+fn issues(json: &str) -> String {
+    let issues: Vec<evalgrid_domain::decode::Issue> = serde_json::from_str(json).unwrap_or_default();
+    match issues.len() {
+        0 | 1 => String::new(),
+        _ => issues
+            .iter()
+            .map(|issue| format!("\n  {}", output::plain(&issue.to_string())))
+            .collect(),
+    }
+}

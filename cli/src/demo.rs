@@ -1,0 +1,191 @@
+//! `demo`: the real roles in a temporary folder, a small suite over the real API, its results, and where it all is.
+
+use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
+
+use evalgrid_executor::ProcessPolicy;
+use evalgrid_proto::v1::{Batch, Run, TrialStatus};
+use tokio::sync::watch;
+
+use crate::{
+    Failure, client, grid, http,
+    options::{self, SchedulerFlags},
+    output, progress,
+    roles::{self, All},
+    stop,
+};
+
+const REQUEST: &str = include_str!("../../examples/hello/request.json");
+/// How each run must end: case, variant, then for example `3 passed`.
+const EXPECTED: &str = include_str!("../../examples/hello/expected.json");
+
+pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
+    let (stop, stopped) = stop::on_signal()?;
+    let data = folder()?;
+    let isolated = roles::bubblewrap_works(&options.executor).await;
+    if let Err(reason) = &isolated {
+        eprintln!("warning: bubblewrap does not work here ({reason}).");
+        eprintln!(
+            "warning: the demo's agents run as plain processes, not isolated from this machine. They are harmless; others may not be."
+        );
+    }
+    let free = SocketAddr::from(([127, 0, 0, 1], 0));
+    let (grpc, http) = (roles::listen(free, "--grpc").await?, roles::listen(free, "--http").await?);
+    let flags = SchedulerFlags::default_for_demo();
+    let policy = ProcessPolicy::IfNoBubblewrap;
+    let mut all = All::start(&data, grpc, http, &flags, &options.executor, policy, isolated.is_ok()).await?;
+    let key = client::secret(&all.data.join("api-key"), "the API key", "EVALGRID_API_KEY")?;
+    let places = Places {
+        data: all.data.clone(),
+        http: all.http.clone(),
+        grpc: all.grpc.clone(),
+    };
+    let outcome = tokio::select! {
+        outcome = show(&places, &key) => outcome,
+        ended = all.ended() => ended.map(|()| Vec::new()),
+        () = asked(stopped) => {
+            eprintln!("The demo was stopped. Its folder is kept: {}", places.data.display());
+            Err(Failure::Bad)
+        }
+    };
+    all.stop().await?;
+    drop(stop);
+    let surprises = outcome?;
+    match surprises.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::new(
+            format!("the demo did not end as it must:\n  {}", surprises.join("\n  ")),
+            format!("Its folder is kept for a look: {}", places.data.display()),
+        )),
+    }
+}
+
+async fn asked(mut stopped: watch::Receiver<bool>) {
+    let _ = stopped.wait_for(|stop| *stop).await;
+}
+
+struct Places {
+    data: PathBuf,
+    http: String,
+    grpc: String,
+}
+
+fn folder() -> Result<PathBuf, Failure> {
+    let folder = tempfile::Builder::new().prefix("evalgrid-").tempdir();
+    let folder = folder.map_err(|error| {
+        Failure::new(
+            format!("no temporary folder could be made: {error}"),
+            "Name another place for it: TMPDIR=… evalgrid demo",
+        )
+    })?;
+    Ok(folder.keep())
+}
+
+/// Starts the batch, follows it, tells of it; answers with what was not as expected.
+async fn show(places: &Places, key: &str) -> Result<Vec<String>, Failure> {
+    output::line(&format!(
+        "Evalgrid runs in {} (HTTP {}, gRPC {}).",
+        places.data.display(),
+        places.http,
+        places.grpc
+    ))?;
+    let started = http::post_json(&places.http, "evals.batches.start", key, REQUEST).await?;
+    let id = started["id"].as_str().unwrap_or_default().to_owned();
+    let runs = started["runs"].as_array().map_or(0, Vec::len);
+    output::line(&format!("Started {id} with {runs} runs over HTTP: examples/hello/request.json.\n"))?;
+    let mut batches = client::batches_at(&places.grpc, key).await?;
+    let batch = progress::follow(&mut batches, &id).await?;
+    output::print(&grid::render(&batch))?;
+    let data = places.data.display();
+    output::print(&format!(
+        "\nEverything is kept in {data}. To serve it again, and look at every trial:\n\
+         \x20 evalgrid serve --data {data}\n\
+         \x20 curl -s http://127.0.0.1:8700/v1/evals.batches.get -H \"authorization: Bearer $(cat {data}/api-key)\" -d '{{\"id\":\"{id}\"}}'\n\
+         \x20 evalgrid batch get {id} --data {data}\n"
+    ))?;
+    surprises(&batch)
+}
+
+/// The runs that did not end as expected, each told in a line.
+fn surprises(batch: &Batch) -> Result<Vec<String>, Failure> {
+    let expected: BTreeMap<String, BTreeMap<String, String>> = serde_json::from_str(EXPECTED).map_err(|error| {
+        Failure::new(
+            format!("the demo's expectations: {error}"),
+            "This is a defect of evalgrid; please report it.",
+        )
+    })?;
+    let mut surprises = Vec::new();
+    for (case, variants) in &expected {
+        for (variant, expected) in variants {
+            let found = batch.runs.iter().find(|run| {
+                let case_id = batch.cases.get(run.case_index as usize).map(|case| case.id.as_str());
+                let model = batch.variants.get(run.variant_index as usize).map(|variant| variant.model.as_str());
+                (case_id, model) == (Some(case), Some(variant))
+            });
+            let got = found.map_or_else(|| "no run".to_owned(), count);
+            if got != *expected {
+                surprises.push(format!("{case} × {variant}: {got}, expected {expected}"));
+            }
+        }
+    }
+    Ok(surprises)
+}
+
+/// `3 passed`, or `2 passed, 1 void`.
+fn count(run: &Run) -> String {
+    let kinds = [
+        (TrialStatus::Passed, "passed"),
+        (TrialStatus::Failed, "failed"),
+        (TrialStatus::Void, "void"),
+        (TrialStatus::Running, "running"),
+        (TrialStatus::Queued, "queued"),
+    ];
+    let counts = kinds.map(|(status, word)| (run.trials.iter().filter(|trial| trial.status() == status).count(), word));
+    let parts: Vec<_> = counts
+        .iter()
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, word)| format!("{count} {word}"))
+        .collect();
+    parts.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use evalgrid_domain::{
+        decode::parse_json,
+        limits::{MAX_JSON_DEPTH, MAX_TRIALS_PER_BATCH},
+        request::{SuiteBatchRequest, decode_start},
+    };
+
+    use super::*;
+
+    fn request() -> SuiteBatchRequest {
+        decode_start(&parse_json(REQUEST.as_bytes(), MAX_JSON_DEPTH).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn the_request_carries_the_agent() {
+        let agent = include_str!("../../examples/hello/agent.sh");
+        for variant in request().variants {
+            assert_eq!(variant.profile.unwrap().files["home/agent.sh"], agent);
+        }
+    }
+
+    #[test]
+    fn every_run_has_an_expectation() {
+        let request = request();
+        assert!(request.total_trials() <= MAX_TRIALS_PER_BATCH);
+        let expected: BTreeMap<String, BTreeMap<String, String>> = serde_json::from_str(EXPECTED).unwrap();
+        let cases: Vec<_> = request.cases.iter().map(|case| case.id.clone()).collect();
+        let mut known: Vec<_> = expected.keys().cloned().collect();
+        known.sort();
+        let mut sorted = cases.clone();
+        sorted.sort();
+        assert_eq!(known, sorted);
+        let models: Vec<_> = request.variants.iter().map(|variant| variant.model.clone()).collect();
+        for variants in expected.values() {
+            assert_eq!(variants.keys().cloned().collect::<Vec<_>>(), models);
+        }
+        assert_eq!(surprises(&Batch::default()).unwrap().len(), cases.len() * models.len());
+    }
+}

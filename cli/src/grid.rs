@@ -1,0 +1,304 @@
+//! The results of a batch for people: cases down, variants across, what did not count and why below.
+
+use std::collections::BTreeMap;
+
+use evalgrid_proto::v1::{Batch, BatchStatus, Run, Trial, TrialStatus, VariantInfo};
+
+use crate::output;
+
+/// Longest name of a case or variant in a table.
+const NAME: usize = 32;
+/// Longest reason below it.
+const REASON: usize = 160;
+
+/// Names for columns: the model, and as much more as tells the variants apart.
+pub(crate) fn variant_names(batch: &Batch) -> Vec<String> {
+    let short = |v: &VariantInfo| v.model.clone();
+    let middle = |v: &VariantInfo| format!("{}/{}", v.harness, v.model);
+    let long = |v: &VariantInfo| format!("{}/{}/{}/{}", v.harness, v.model, v.sandbox, v.profile.as_deref().unwrap_or("-"));
+    let forms: [&dyn Fn(&VariantInfo) -> String; 3] = [&short, &middle, &long];
+    let unique = |names: &Vec<String>| names.iter().collect::<std::collections::BTreeSet<_>>().len() == names.len();
+    let mut names = Vec::new();
+    for form in forms {
+        names = batch.variants.iter().map(form).collect();
+        if unique(&names) {
+            break;
+        }
+    }
+    names.iter().map(|name| output::short(name, NAME)).collect()
+}
+
+/// The name of the case at `index`.
+pub(crate) fn case_name(batch: &Batch, index: u32) -> String {
+    batch
+        .cases
+        .get(index as usize)
+        .map_or_else(String::new, |case| output::short(&case.id, NAME))
+}
+
+/// The whole report.
+pub(crate) fn render(batch: &Batch) -> String {
+    let variants = variant_names(batch);
+    let mut rows = vec![std::iter::once(String::new()).chain(variants.iter().cloned()).collect::<Vec<_>>()];
+    for case in 0..batch.cases.len() as u32 {
+        let mut row = vec![case_name(batch, case)];
+        for variant in 0..batch.variants.len() as u32 {
+            let run = batch.runs.iter().find(|run| (run.case_index, run.variant_index) == (case, variant));
+            row.push(run.map(cell).unwrap_or_default());
+        }
+        rows.push(row);
+    }
+    let mut text = table(&rows);
+    text.push_str("\nEach cell: passed/scored, tokens of the trials that reported them, median time of the agent.\n");
+    text.push_str(&not_scored(batch, &variants));
+    text.push_str(&ending(batch));
+    text
+}
+
+fn cell(run: &Run) -> String {
+    let count = |status: TrialStatus| run.trials.iter().filter(|trial| trial.status() == status).count();
+    let (passed, failed, void) = (count(TrialStatus::Passed), count(TrialStatus::Failed), count(TrialStatus::Void));
+    let open = run.trials.len() - passed - failed - void;
+    let mut parts = vec![format!("{passed}/{}", passed + failed)];
+    if void > 0 {
+        parts.push(format!("{void} void"));
+    }
+    if open > 0 {
+        parts.push(format!("{open} open"));
+    }
+    parts.extend(tokens(&run.trials));
+    parts.extend(time(&run.trials));
+    parts.join("  ")
+}
+
+/// Unknown is not zero: trials that reported no tokens are left out, and without any there is no number.
+fn tokens(trials: &[Trial]) -> Option<String> {
+    let known: Vec<u64> = trials
+        .iter()
+        .filter_map(|trial| Some(trial.outcome.as_ref()?.usage.as_ref()?.total_tokens))
+        .collect();
+    let total: u64 = known.iter().fold(0, |sum, tokens| sum.saturating_add(*tokens));
+    match (known.len(), total) {
+        (0, _) => None,
+        (_, 0..10_000) => Some(format!("{total} tok")),
+        (_, 10_000..10_000_000) => Some(format!("{} ktok", total / 1000)),
+        _ => Some(format!("{} Mtok", total / 1_000_000)),
+    }
+}
+
+fn time(trials: &[Trial]) -> Option<String> {
+    let mut times: Vec<u64> = trials
+        .iter()
+        .filter(|trial| matches!(trial.status(), TrialStatus::Passed | TrialStatus::Failed))
+        .filter_map(|trial| Some(trial.outcome.as_ref()?.model_ms))
+        .collect();
+    times.sort_unstable();
+    let median = times.get(times.len().checked_sub(1)? / 2)?;
+    Some(match median {
+        0..1000 => format!("{median} ms"),
+        1000..60_000 => format!("{}.{} s", median / 1000, median % 1000 / 100),
+        _ => format!("{} min {} s", median / 60_000, median % 60_000 / 1000),
+    })
+}
+
+fn not_scored(batch: &Batch, variants: &[String]) -> String {
+    let mut reasons: BTreeMap<(u32, u32, String), u32> = BTreeMap::new();
+    for run in &batch.runs {
+        for trial in run.trials.iter().filter(|trial| trial.status() == TrialStatus::Void) {
+            *reasons.entry((run.case_index, run.variant_index, reason(trial))).or_default() += 1;
+        }
+    }
+    let mut text = String::new();
+    for ((case, variant, reason), count) in reasons {
+        let variant = variants.get(variant as usize).map_or("", String::as_str);
+        text.push_str(&format!("  void ×{count}  {} × {variant}: {reason}\n", case_name(batch, case)));
+    }
+    text
+}
+
+fn reason(trial: &Trial) -> String {
+    let outcome = trial.outcome.as_ref();
+    match outcome.and_then(|outcome| outcome.failure.as_deref()) {
+        Some(failure) => output::short(failure, REASON),
+        None => {
+            let fields = outcome.map(|outcome| outcome.void_fields.join(", ")).unwrap_or_default();
+            match fields.is_empty() {
+                true => "evidence is missing".to_owned(),
+                false => output::short(&format!("evidence is missing: {fields}"), REASON),
+            }
+        }
+    }
+}
+
+fn ending(batch: &Batch) -> String {
+    let sum = |count: fn(&evalgrid_proto::v1::Distribution) -> u32| -> u32 {
+        batch.runs.iter().filter_map(|run| run.distribution.as_ref()).map(count).sum()
+    };
+    let (trials, scored, passed, voided) = (sum(|d| d.trials), sum(|d| d.scored), sum(|d| d.passed), sum(|d| d.voided));
+    let state = match batch.status() {
+        BatchStatus::Running | BatchStatus::Unspecified => "is running".to_owned(),
+        BatchStatus::Finished => "is finished".to_owned(),
+        BatchStatus::Failed => format!(
+            "has failed: {}",
+            output::short(batch.failure.as_deref().unwrap_or("no reason given"), REASON)
+        ),
+    };
+    format!(
+        "{} {state}. {trials} trials: {passed} passed of {scored} scored, {voided} void.\n",
+        batch.id
+    )
+}
+
+/// Columns padded to their widest cell.
+fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns)
+        .map(|column| {
+            rows.iter()
+                .filter_map(|row| row.get(column))
+                .map(|cell| cell.chars().count())
+                .max()
+                .unwrap_or(0)
+        })
+        .collect();
+    let mut text = String::new();
+    for row in rows {
+        let line: Vec<_> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        text.push_str(line.join("   ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use evalgrid_proto::v1::{CaseInfo, Distribution, TrialOutcome, Usage};
+
+    use super::*;
+
+    fn variant(harness: &str, model: &str, sandbox: &str) -> VariantInfo {
+        VariantInfo {
+            harness: harness.into(),
+            model: model.into(),
+            sandbox: sandbox.into(),
+            ..VariantInfo::default()
+        }
+    }
+
+    fn trial(status: TrialStatus, tokens: Option<u64>, model_ms: u64, failure: Option<&str>) -> Trial {
+        let outcome = TrialOutcome {
+            usage: tokens.map(|total_tokens| Usage {
+                total_tokens,
+                ..Usage::default()
+            }),
+            model_ms,
+            failure: failure.map(str::to_owned),
+            ..TrialOutcome::default()
+        };
+        Trial {
+            status: status.into(),
+            outcome: (!matches!(status, TrialStatus::Queued | TrialStatus::Running)).then_some(outcome),
+            ..Trial::default()
+        }
+    }
+
+    #[test]
+    fn cells() {
+        use TrialStatus::{Failed, Passed, Queued, Running, Void};
+        fn check(trials: &[(TrialStatus, Option<u64>, u64)], expected: &str) {
+            let run = Run {
+                trials: trials
+                    .iter()
+                    .map(|(status, tokens, ms)| trial(*status, *tokens, *ms, None))
+                    .collect(),
+                ..Run::default()
+            };
+            assert_eq!(cell(&run), expected, "{trials:?}");
+        }
+        check(&[(Queued, None, 0)], "0/0  1 open");
+        check(&[(Running, None, 0), (Passed, None, 5)], "1/1  1 open  5 ms");
+        check(
+            &[(Passed, Some(10), 100), (Failed, Some(5), 3100), (Passed, None, 3200)],
+            "2/3  15 tok  3.1 s",
+        );
+        check(&[(Void, None, 10_000), (Void, None, 1)], "0/0  2 void");
+        check(&[(Passed, Some(0), 61_000)], "1/1  0 tok  1 min 1 s");
+        check(&[(Passed, Some(12_345), 999)], "1/1  12 ktok  999 ms");
+        check(
+            &[(Passed, Some(u64::MAX), 999), (Passed, Some(1), 999)],
+            "2/2  18446744073709 Mtok  999 ms",
+        );
+    }
+
+    #[test]
+    fn variants_are_told_apart() {
+        fn check(variants: Vec<VariantInfo>, expected: &[&str]) {
+            let batch = Batch {
+                variants,
+                ..Batch::default()
+            };
+            assert_eq!(variant_names(&batch), expected);
+        }
+        check(vec![variant("command", "a", "e2b"), variant("command", "b", "e2b")], &["a", "b"]);
+        check(vec![variant("codex", "a", "e2b"), variant("pi", "a", "e2b")], &["codex/a", "pi/a"]);
+        check(
+            vec![variant("pi", "a", "e2b"), variant("pi", "a", "modal")],
+            &["pi/a/e2b/-", "pi/a/modal/-"],
+        );
+        check(vec![variant("pi", "a\x1b[2J", "e2b")], &["a [2J"]);
+    }
+
+    #[test]
+    fn a_whole_grid() {
+        let case = |id: &str| CaseInfo {
+            id: id.into(),
+            ..CaseInfo::default()
+        };
+        let run = |case_index, variant_index, trials: Vec<Trial>, scored, passed, voided| Run {
+            case_index,
+            variant_index,
+            distribution: Some(Distribution {
+                trials: trials.len() as u32,
+                scored,
+                passed,
+                voided,
+                ..Distribution::default()
+            }),
+            trials,
+            ..Run::default()
+        };
+        let passed = || trial(TrialStatus::Passed, Some(100), 20, None);
+        let void = |why| trial(TrialStatus::Void, None, 0, Some(why));
+        let batch = Batch {
+            id: "batch_1".into(),
+            status: BatchStatus::Finished.into(),
+            cases: vec![case("greet"), case("unreachable")],
+            variants: vec![variant("command", "careful", "e2b"), variant("command", "hasty", "e2b")],
+            runs: vec![
+                run(0, 0, vec![passed(), passed()], 2, 2, 0),
+                run(0, 1, vec![passed(), trial(TrialStatus::Failed, Some(50), 10, None)], 2, 1, 0),
+                run(1, 0, vec![void("no\nroute"), void("no\nroute")], 0, 0, 2),
+                run(1, 1, vec![void("no\nroute"), void("other")], 0, 0, 2),
+            ],
+            ..Batch::default()
+        };
+        let expected = "\
+\x20             careful                 hasty
+greet         2/2  200 tok  20 ms     1/2  150 tok  10 ms
+unreachable   0/0  2 void             0/0  2 void
+
+Each cell: passed/scored, tokens of the trials that reported them, median time of the agent.
+  void ×2  unreachable × careful: no route
+  void ×1  unreachable × hasty: no route
+  void ×1  unreachable × hasty: other
+batch_1 is finished. 8 trials: 3 passed of 4 scored, 4 void.
+";
+        let text = render(&batch);
+        let squeezed = |text: &str| {
+            text.lines()
+                .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(squeezed(&text), squeezed(expected), "{text}");
+    }
+}

@@ -1,0 +1,414 @@
+//! Every command and flag. A flag is also a variable `EVALGRID_<NAME>` and a key of the configuration file; `config` does that for all of them.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValueParser};
+
+/// Runs evals of coding agents: every trial in its own sandbox, every result on record.
+#[derive(Debug, Parser)]
+#[command(
+    name = "evalgrid",
+    version,
+    after_help = "Each flag may also be given as a variable (EVALGRID_SLOTS=8) or as a key of the configuration file (slots = 8).\n\
+                  A flag outranks a variable, a variable outranks the file.\n\nTo see it work: evalgrid demo"
+)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// Without --log.
+pub(crate) const DEFAULT_LOG: &str = "info";
+
+#[derive(Args, Debug)]
+pub(crate) struct Global {
+    /// A TOML file with values for flags, by their names; none by default. Example: --config /etc/evalgrid.toml
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Which log lines to write to stderr: a level, or targets with levels. Example: --log warn,evalgrid_scheduler=debug
+    #[arg(long, global = true, value_name = "FILTER", default_value = DEFAULT_LOG)]
+    pub(crate) log: String,
+    /// How log lines look. Example: --log-format json
+    #[arg(long, global = true, value_name = "FORMAT", default_value = "text")]
+    pub(crate) log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a small suite here and now, with everything it needs in a temporary folder.
+    Demo(Demo),
+    /// Run scheduler, executor and API in one process.
+    Serve(Serve),
+    /// Run the scheduler alone.
+    Scheduler(SchedulerRole),
+    /// Run an executor alone.
+    Executor(ExecutorRole),
+    /// Run the HTTP API alone.
+    Api(ApiRole),
+    /// Start, watch and read batches.
+    #[command(subcommand)]
+    Batch(Batch),
+    /// Make, list and revoke API keys of a running server.
+    #[command(subcommand)]
+    Keys(Keys),
+    /// Look into the log of a server that is not running.
+    #[command(subcommand)]
+    Log(Log),
+    /// Repair the index of a server that is not running.
+    #[command(subcommand)]
+    Index(Index),
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Data {
+    /// The folder that holds everything: log, index, objects, keys. Example: --data /var/lib/evalgrid
+    #[arg(long, value_name = "DIR", default_value = "evalgrid-data")]
+    pub(crate) data: PathBuf,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct HttpListen {
+    /// Where the HTTP API listens. Example: --http 0.0.0.0:8700
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8700")]
+    pub(crate) http: SocketAddr,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct GrpcListen {
+    /// Where the scheduler listens for workers, the API and clients (gRPC, without TLS). Example: --grpc 10.0.0.5:8701
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8701")]
+    pub(crate) grpc: SocketAddr,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct SchedulerAddress {
+    /// Where the scheduler is (gRPC). Example: --scheduler http://10.0.0.5:8701
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8701")]
+    pub(crate) scheduler: String,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct SchedulerFlags {
+    /// How long a silent worker keeps its trials before others may take them. Example: --lease 30s
+    #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration)]
+    pub(crate) lease: Duration,
+    /// How long an interrupted trial waits for the machine that still has its sandbox. Example: --affinity-grace 5m
+    #[arg(long, value_name = "DURATION", default_value = "1m", value_parser = duration)]
+    pub(crate) affinity_grace: Duration,
+    /// Sandbox names of requests and what runs them here; by default e2b runs on this machine. Example: --sandbox-map e2b=bubblewrap,daytona=bubblewrap
+    #[arg(long, value_name = "NAME=PROVIDER", value_delimiter = ',', value_parser = mapping)]
+    pub(crate) sandbox_map: Vec<(String, String)>,
+    /// Variables of this process that profiles may ask for, beside the known keys of agents; none by default. Example: --variables NPM_TOKEN,SENTRY_DSN
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    pub(crate) variables: Vec<String>,
+}
+
+impl SchedulerFlags {
+    /// Their defaults.
+    pub(crate) fn default_for_demo() -> SchedulerFlags {
+        SchedulerFlags {
+            lease: Duration::from_secs(15),
+            affinity_grace: Duration::from_secs(60),
+            sandbox_map: Vec::new(),
+            variables: Vec::new(),
+        }
+    }
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct ExecutorFlags {
+    /// How many trials run at once; by default 4 per processor, at least 4. Example: --slots 16
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) slots: Option<u32>,
+    /// Let trials run as bare processes, which protects this machine from nothing that an agent does. Example: --enable-process-sandbox
+    #[arg(
+        long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+        action = ArgAction::Set, value_parser = BoolishValueParser::new()
+    )]
+    pub(crate) enable_process_sandbox: bool,
+    /// Whether sandboxes may use the network; agents need it for their models. Example: --network=false
+    #[arg(
+        long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "true",
+        action = ArgAction::Set, value_parser = BoolishValueParser::new()
+    )]
+    pub(crate) network: bool,
+    /// Memory that a sandbox may use, where this machine can limit it, in MiB. Example: --sandbox-memory 8192
+    #[arg(long, value_name = "MIB", default_value = "4096", value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
+    pub(crate) sandbox_memory: u64,
+    /// Processes and threads that a sandbox may have, where this machine can limit it. Example: --sandbox-pids 4096
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
+    pub(crate) sandbox_pids: u32,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = "Example: evalgrid demo")]
+pub(crate) struct Demo {
+    #[command(flatten)]
+    pub(crate) executor: ExecutorFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = "Example: evalgrid serve --data /var/lib/evalgrid --http 0.0.0.0:8700")]
+pub(crate) struct Serve {
+    #[command(flatten)]
+    pub(crate) data: Data,
+    #[command(flatten)]
+    pub(crate) http: HttpListen,
+    #[command(flatten)]
+    pub(crate) grpc: GrpcListen,
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerFlags,
+    #[command(flatten)]
+    pub(crate) executor: ExecutorFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = "Example: evalgrid scheduler --data /var/lib/evalgrid --grpc 10.0.0.5:8701")]
+pub(crate) struct SchedulerRole {
+    #[command(flatten)]
+    pub(crate) data: Data,
+    #[command(flatten)]
+    pub(crate) grpc: GrpcListen,
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = "Example: EVALGRID_WORKER_TOKEN=… evalgrid executor --scheduler http://10.0.0.5:8701 --work /var/lib/evalgrid-work")]
+pub(crate) struct ExecutorRole {
+    /// The executor's own folder, where sandboxes live. Example: --work /var/lib/evalgrid-work
+    #[arg(long, value_name = "DIR", default_value = "evalgrid-work")]
+    pub(crate) work: PathBuf,
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerAddress,
+    /// The workers' token; by default the file worker-token in --data. Better given as a variable. Example: EVALGRID_WORKER_TOKEN=…
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) worker_token: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: Data,
+    #[command(flatten)]
+    pub(crate) executor: ExecutorFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = "Example: evalgrid api --http 0.0.0.0:8700 --scheduler http://10.0.0.5:8701")]
+pub(crate) struct ApiRole {
+    #[command(flatten)]
+    pub(crate) http: HttpListen,
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerAddress,
+}
+
+/// How a client finds the server, and says who it is.
+#[derive(Args, Debug)]
+pub(crate) struct Client {
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerAddress,
+    /// An API key; by default the file api-key in --data. Better given as a variable. Example: EVALGRID_API_KEY=anp_…
+    #[arg(long, value_name = "KEY")]
+    pub(crate) api_key: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: Data,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Batch {
+    /// Start a batch from a request file.
+    #[command(after_help = "Example: evalgrid batch start examples/hello/request.json --watch")]
+    Start {
+        /// The request, as JSON; - for standard input.
+        file: PathBuf,
+        #[command(flatten)]
+        client: Client,
+        /// Stay until the batch has ended, and show its results. Example: --watch
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        watch: bool,
+        /// A second start with the same key answers with the first one's batch; none by default. Example: --idempotency-key nightly-2026-09-03
+        #[arg(long, value_name = "KEY")]
+        idempotency_key: Option<String>,
+    },
+    /// Follow a batch until it has ended, then show its results.
+    #[command(after_help = "Example: evalgrid batch watch batch_…")]
+    Watch {
+        /// The batch's id.
+        id: String,
+        #[command(flatten)]
+        client: Client,
+    },
+    /// Show the results of a batch so far.
+    #[command(after_help = "Example: evalgrid batch get batch_… --json > batch.json")]
+    Get {
+        /// The batch's id.
+        id: String,
+        #[command(flatten)]
+        client: Client,
+        /// Print the whole batch with all evidence, as the HTTP API answers it. Example: --json
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        json: bool,
+        /// Where the HTTP API is; only for --json. Example: --api http://10.0.0.5:8700
+        #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8700")]
+        api: String,
+    },
+    /// List batches, newest first.
+    #[command(after_help = "Example: evalgrid batch list --limit 5")]
+    List {
+        #[command(flatten)]
+        client: Client,
+        /// How many. Example: --limit 100
+        #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(i64).range(1..=100))]
+        limit: i64,
+    },
+    /// Cancel a batch: its unfinished trials become void.
+    #[command(after_help = "Example: evalgrid batch cancel batch_…")]
+    Cancel {
+        /// The batch's id.
+        id: String,
+        #[command(flatten)]
+        client: Client,
+    },
+}
+
+/// How the operator finds the server, and proves to be the operator.
+#[derive(Args, Debug)]
+pub(crate) struct Operator {
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerAddress,
+    /// The admin token; by default the file admin-token in --data. Better given as a variable. Example: EVALGRID_ADMIN_TOKEN=…
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) admin_token: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: Data,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Keys {
+    /// Make a key, and its organization where there is none of that name. The key is shown once.
+    #[command(after_help = "Example: evalgrid keys create --org acme --name ci --permissions evals:read,evals:write")]
+    Create {
+        /// The organization. Example: --org acme
+        #[arg(long, value_name = "NAME", default_value = "default")]
+        org: String,
+        /// What the key is for. Example: --name ci
+        #[arg(long, value_name = "TEXT", default_value = "key")]
+        name: String,
+        /// What the key may do; everything by default. Example: --permissions evals:read,evals:write
+        #[arg(long, value_name = "PERMISSIONS", value_delimiter = ',')]
+        permissions: Vec<String>,
+        #[command(flatten)]
+        operator: Operator,
+    },
+    /// List keys. Only their first characters are known.
+    #[command(after_help = "Example: evalgrid keys list --org acme")]
+    List {
+        /// Only those of this organization; of every organization by default. Example: --org acme
+        #[arg(long, value_name = "NAME")]
+        org: Option<String>,
+        #[command(flatten)]
+        operator: Operator,
+    },
+    /// Revoke a key at once.
+    #[command(after_help = "Example: evalgrid keys revoke key_…")]
+    Revoke {
+        /// The key's id, from `keys list`.
+        id: String,
+        #[command(flatten)]
+        operator: Operator,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Log {
+    /// Check every record of the log.
+    #[command(after_help = "Example: evalgrid log verify --data /var/lib/evalgrid")]
+    Verify(Data),
+    /// Print every event, one per line.
+    #[command(after_help = "Example: evalgrid log dump --data /var/lib/evalgrid | less")]
+    Dump(Data),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Index {
+    /// Make the index anew from the log.
+    #[command(after_help = "Example: evalgrid index rebuild --data /var/lib/evalgrid")]
+    Rebuild(Data),
+}
+
+/// The longest duration that a flag takes: a day. Longer ones are typing errors.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
+
+/// `500ms`, `15s`, `2m`, `1h`.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let wrong = || "expected a number with ms, s, m or h, such as 15s".to_owned();
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    let scale = match unit {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err(wrong()),
+    };
+    let duration = Duration::from_millis(number.saturating_mul(scale));
+    if duration.is_zero() || duration > LONGEST {
+        return Err("expected more than zero and at most 24h".to_owned());
+    }
+    Ok(duration)
+}
+
+fn mapping(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, provider)) if !name.is_empty() && !provider.is_empty() => Ok((name.to_owned(), provider.to_owned())),
+        _ => Err("expected NAME=PROVIDER, such as e2b=bubblewrap".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations() {
+        for (text, ms) in [("500ms", 500), ("15s", 15_000), ("2m", 120_000), ("24h", 86_400_000)] {
+            assert_eq!(duration(text), Ok(Duration::from_millis(ms)), "{text}");
+        }
+        for text in [
+            "",
+            "s",
+            "15",
+            "15 s",
+            "-1s",
+            "0s",
+            "25h",
+            "1.5s",
+            "99999999999999999999s",
+            "18446744073709551615h",
+        ] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn mappings() {
+        assert_eq!(mapping("e2b=process"), Ok(("e2b".into(), "process".into())));
+        for text in ["", "e2b", "=process", "e2b="] {
+            assert!(mapping(text).is_err(), "{text}");
+        }
+    }
+}

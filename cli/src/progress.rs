@@ -1,0 +1,337 @@
+//! Following a batch: on a terminal a board that is redrawn in place, elsewhere one line per trial that has ended.
+
+use std::{collections::BTreeMap, io::IsTerminal as _, time::Duration};
+
+use evalgrid_proto::v1::{Batch, BatchProgress, BatchStatus, GetBatchRequest, TrialProgress, TrialStatus, WatchBatchRequest};
+use tokio::time::{Instant, sleep};
+use tonic::Code;
+
+use crate::{
+    Failure,
+    client::{self, Batches},
+    grid, output,
+};
+
+/// How long a lost scheduler is waited for before we give up; a restart takes far less.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Between two attempts to find it again.
+const PAUSE: Duration = Duration::from_millis(500);
+/// Rows of a board; what is higher than a screen cannot be redrawn in place.
+const ROWS: usize = 20;
+/// Columns of a board; a line that wraps cannot be redrawn in place.
+const COLUMNS: usize = 78;
+
+/// Shows what happens in a batch until it has ended; answers with its result.
+pub(crate) async fn follow(batches: &mut Batches, id: &str) -> Result<Batch, Failure> {
+    let batch = get(batches, id).await?;
+    let mut board = Board::new(&batch);
+    let mut screen = Screen::new();
+    let mut lost_since: Option<Instant> = None;
+    loop {
+        match updates(batches, id, &mut board, &mut screen, &mut lost_since).await? {
+            Stream::Ended => break,
+            Stream::Lost(status) => {
+                let since = *lost_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > PATIENCE {
+                    return Err(client::refused(&status));
+                }
+                sleep(PAUSE).await;
+            }
+        }
+    }
+    screen.leave()?;
+    get(batches, id).await
+}
+
+/// The batch as it stands.
+pub(crate) async fn get(batches: &mut Batches, id: &str) -> Result<Batch, Failure> {
+    let answer = batches.get(GetBatchRequest { id: id.to_owned() }).await;
+    answer.map(tonic::Response::into_inner).map_err(|status| client::refused(&status))
+}
+
+enum Stream {
+    Ended,
+    Lost(tonic::Status),
+}
+
+async fn updates(
+    batches: &mut Batches,
+    id: &str,
+    board: &mut Board,
+    screen: &mut Screen,
+    lost_since: &mut Option<Instant>,
+) -> Result<Stream, Failure> {
+    // One that comes again gets every trial's state at once, so nothing is missed.
+    let passing = |status: tonic::Status| match status.code() {
+        Code::NotFound | Code::Unauthenticated | Code::PermissionDenied | Code::InvalidArgument => Err(client::refused(&status)),
+        _ => Ok(Stream::Lost(status)),
+    };
+    let mut stream = match batches.watch(WatchBatchRequest { id: id.to_owned() }).await {
+        Ok(answer) => answer.into_inner(),
+        Err(status) => return passing(status),
+    };
+    loop {
+        match stream.message().await {
+            Ok(Some(progress)) => {
+                *lost_since = None;
+                let lines = board.take(&progress);
+                screen.show(&lines, &board.draw())?;
+                if !matches!(progress.status(), BatchStatus::Running | BatchStatus::Unspecified) {
+                    return Ok(Stream::Ended);
+                }
+            }
+            Ok(None) => return Ok(Stream::Lost(tonic::Status::unavailable("the scheduler ended the stream"))),
+            Err(status) => return passing(status),
+        }
+    }
+}
+
+/// Where every trial stands.
+struct Board {
+    cases: Vec<String>,
+    variants: Vec<String>,
+    /// By case, variant and ordinal.
+    trials: BTreeMap<(u32, u32, u32), TrialStatus>,
+}
+
+impl Board {
+    fn new(batch: &Batch) -> Board {
+        Board {
+            cases: (0..batch.cases.len() as u32).map(|index| grid::case_name(batch, index)).collect(),
+            variants: grid::variant_names(batch),
+            trials: batch
+                .runs
+                .iter()
+                .flat_map(|run| {
+                    run.trials
+                        .iter()
+                        .map(|trial| ((run.case_index, run.variant_index, trial.ordinal), TrialStatus::Queued))
+                })
+                .collect(),
+        }
+    }
+
+    /// Takes the changes in; answers with a line for each trial that has ended since.
+    fn take(&mut self, progress: &BatchProgress) -> Vec<String> {
+        let mut lines = Vec::new();
+        for trial in &progress.trials {
+            let key = (trial.case_index, trial.variant_index, trial.ordinal);
+            let before = self.trials.insert(key, trial.status());
+            if settled(trial.status()) && before.is_none_or(|status| !settled(status)) {
+                lines.push(self.line(trial));
+            }
+        }
+        lines
+    }
+
+    fn counts(&self) -> (usize, usize) {
+        (self.trials.values().filter(|status| settled(**status)).count(), self.trials.len())
+    }
+
+    fn line(&self, trial: &TrialProgress) -> String {
+        let (done, all) = self.counts();
+        let name = |names: &[String], index: u32| names.get(index as usize).cloned().unwrap_or_default();
+        let (case, variant) = (name(&self.cases, trial.case_index), name(&self.variants, trial.variant_index));
+        let width = all.to_string().len();
+        let failure = trial
+            .failure
+            .as_deref()
+            .map(|failure| format!(": {}", output::short(failure, 120)))
+            .unwrap_or_default();
+        format!(
+            "[{done:width$}/{all}] {:6}  {case} × {variant} #{}{failure}",
+            word(trial.status()),
+            trial.ordinal
+        )
+    }
+
+    /// One line per case with a sign per trial, where that fits; always a bar.
+    fn draw(&self) -> Vec<String> {
+        let (done, all) = self.counts();
+        let count = |status: TrialStatus| self.trials.values().filter(|known| **known == status).count();
+        let filled = 30 * done / all.max(1);
+        let bar = format!(
+            "[{}{}] {done}/{all}  {} passed  {} failed  {} void  {} running",
+            "#".repeat(filled),
+            "-".repeat(30 - filled),
+            count(TrialStatus::Passed),
+            count(TrialStatus::Failed),
+            count(TrialStatus::Void),
+            count(TrialStatus::Running),
+        );
+        let mut lines = self.rows();
+        if lines.len() > ROWS || lines.iter().any(|line| line.chars().count() > COLUMNS) {
+            lines.clear();
+        }
+        lines.push(bar);
+        lines
+    }
+
+    fn rows(&self) -> Vec<String> {
+        let name_width = self.cases.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+        let cell = |case: u32, variant: u32| -> String {
+            let trials = self.trials.range((case, variant, 0)..=(case, variant, u32::MAX));
+            trials.map(|(_, status)| sign(*status)).collect()
+        };
+        let width = |variant: usize| {
+            let name = self.variants[variant].chars().count();
+            (0..self.cases.len())
+                .map(|case| cell(case as u32, variant as u32).chars().count())
+                .max()
+                .unwrap_or(0)
+                .max(name)
+        };
+        let pad = |text: &str, width: usize| format!("{text:width$}");
+        let mut heads = vec![pad("", name_width)];
+        heads.extend(self.variants.iter().enumerate().map(|(variant, name)| pad(name, width(variant))));
+        let mut lines = vec![heads.join("  ")];
+        for (case, name) in self.cases.iter().enumerate() {
+            let mut cells = vec![pad(name, name_width)];
+            cells.extend((0..self.variants.len()).map(|variant| pad(&cell(case as u32, variant as u32), width(variant))));
+            lines.push(cells.join("  "));
+        }
+        lines
+    }
+}
+
+fn settled(status: TrialStatus) -> bool {
+    matches!(status, TrialStatus::Passed | TrialStatus::Failed | TrialStatus::Void)
+}
+
+fn word(status: TrialStatus) -> &'static str {
+    match status {
+        TrialStatus::Passed => "passed",
+        TrialStatus::Failed => "failed",
+        TrialStatus::Void => "void",
+        TrialStatus::Running => "running",
+        TrialStatus::Queued | TrialStatus::Unspecified => "queued",
+    }
+}
+
+fn sign(status: TrialStatus) -> char {
+    match status {
+        TrialStatus::Passed => '✓',
+        TrialStatus::Failed => '✗',
+        TrialStatus::Void => '○',
+        TrialStatus::Running => '▸',
+        TrialStatus::Queued | TrialStatus::Unspecified => '·',
+    }
+}
+
+/// Where it is shown.
+struct Screen {
+    terminal: bool,
+    /// Lines on the terminal that the next drawing replaces.
+    drawn: usize,
+}
+
+impl Screen {
+    fn new() -> Screen {
+        Screen {
+            terminal: std::io::stdout().is_terminal() && std::env::var_os("TERM").is_some_and(|term| term != "dumb"),
+            drawn: 0,
+        }
+    }
+
+    fn show(&mut self, lines: &[String], board: &[String]) -> Result<(), Failure> {
+        if !self.terminal {
+            return lines.iter().try_for_each(|line| output::line(line));
+        }
+        let mut text = String::new();
+        if self.drawn > 0 {
+            // Up to the first drawn line, and clear from there on.
+            text.push_str(&format!("\x1b[{}A\x1b[J", self.drawn));
+        }
+        for line in board {
+            text.push_str(line);
+            text.push('\n');
+        }
+        self.drawn = board.len();
+        output::print(&text)
+    }
+
+    fn leave(&mut self) -> Result<(), Failure> {
+        self.drawn = 0;
+        output::line("")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use evalgrid_proto::v1::{CaseInfo, Run, Trial, VariantInfo};
+
+    use super::*;
+
+    fn board(trials: u32, cases: &[&str]) -> Board {
+        let run = |case: usize| Run {
+            case_index: case as u32,
+            trials: (1..=trials)
+                .map(|ordinal| Trial {
+                    ordinal,
+                    ..Trial::default()
+                })
+                .collect(),
+            ..Run::default()
+        };
+        let case = |id: &&str| CaseInfo {
+            id: (*id).to_owned(),
+            ..CaseInfo::default()
+        };
+        let variant = VariantInfo {
+            model: "m".into(),
+            ..VariantInfo::default()
+        };
+        Board::new(&Batch {
+            cases: cases.iter().map(case).collect(),
+            variants: vec![variant],
+            runs: (0..cases.len()).map(run).collect(),
+            ..Batch::default()
+        })
+    }
+
+    fn change(ordinal: u32, status: TrialStatus, failure: Option<&str>) -> TrialProgress {
+        TrialProgress {
+            ordinal,
+            status: status.into(),
+            failure: failure.map(str::to_owned),
+            ..TrialProgress::default()
+        }
+    }
+
+    #[test]
+    fn a_trial_is_told_once() {
+        use TrialStatus::{Failed, Passed, Queued, Running, Void};
+        let mut board = board(3, &["greet"]);
+        let mut check = |changes: &[(u32, TrialStatus, Option<&str>)], lines: &[&str], row: &str| {
+            let trials = changes
+                .iter()
+                .map(|(ordinal, status, failure)| change(*ordinal, *status, *failure))
+                .collect();
+            let progress = BatchProgress {
+                trials,
+                ..BatchProgress::default()
+            };
+            assert_eq!(board.take(&progress), lines);
+            assert_eq!(board.draw()[1], row);
+        };
+        check(&[(1, Queued, None), (2, Running, None)], &[], "greet  ·▸·");
+        check(&[(1, Passed, None)], &["[1/3] passed  greet × m #1"], "greet  ✓▸·");
+        check(&[(1, Passed, None)], &[], "greet  ✓▸·");
+        check(
+            &[(2, Failed, None), (3, Void, Some("no\x1b[2J route"))],
+            &["[2/3] failed  greet × m #2", "[3/3] void    greet × m #3: no [2J route"],
+            "greet  ✓✗○",
+        );
+        assert_eq!(
+            board.draw()[2],
+            format!("[{}] 3/3  1 passed  1 failed  1 void  0 running", "#".repeat(30))
+        );
+    }
+
+    #[test]
+    fn what_does_not_fit_is_a_bar() {
+        assert_eq!(board(1, &["a"; 30]).draw().len(), 1);
+        assert_eq!(board(100, &["a"]).draw().len(), 1);
+        assert_eq!(board(1, &["a"; 19]).draw().len(), 21);
+    }
+}

@@ -1,0 +1,446 @@
+//! The roles as long-running commands: each alone, or all in one process that talk to each other over loopback.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use evalgrid_api::ApiOptions;
+use evalgrid_executor::{ExecutorOptions, ProcessPolicy};
+use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
+use evalgrid_scheduler::{Scheduler, SchedulerOptions};
+use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
+
+use crate::{Failure, client, options, output, stop};
+
+/// Trials at once per processor: an agent mostly waits for its model.
+const SLOTS_PER_PROCESSOR: usize = 4;
+const FEWEST_SLOTS: usize = 4;
+/// Below the data folder: where the executor of `serve` lives.
+const WORK: &str = "work";
+/// Keys of agents that a profile may ask for by these names (the others that the platform knows are never a profile's).
+const KNOWN_VARIABLES: &[&str] = &[
+    "AI_GATEWAY_API_KEY",
+    "ANTHROPIC_API_KEY",
+    "CURSOR_API_KEY",
+    "DASHSCOPE_API_KEY",
+    "GEMINI_API_KEY",
+    "OPENAI_API_KEY",
+    "QWEN_BASE_URL",
+];
+/// Making one sandbox to see whether bubblewrap works.
+const PROBE_DEADLINE: Duration = Duration::from_secs(30);
+
+/// `serve`.
+pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
+    let (_, stopped) = stop::on_signal()?;
+    let grpc = listen(options.grpc.grpc, "--grpc").await?;
+    let http = listen(options.http.http, "--http").await?;
+    let policy = process_policy(&options.executor);
+    let isolated = bubblewrap_works(&options.executor).await;
+    let all = All::start(
+        &options.data.data,
+        grpc,
+        http,
+        &options.scheduler,
+        &options.executor,
+        policy,
+        isolated.is_ok(),
+    )
+    .await?;
+    let data = all.data.display();
+    let key_file = all.data.join("api-key");
+    let mut text = format!(
+        "Evalgrid runs.\n  HTTP API  {}\n  gRPC      {}\n  data      {data}\n",
+        all.http, all.grpc
+    );
+    match &all.first_key {
+        Some(key) => text.push_str(&format!(
+            "  API key   {key}\n            shown this once; it is kept in {} (mode 0600)\n",
+            key_file.display()
+        )),
+        None => text.push_str(&format!("  API key   the first one is kept in {}\n", key_file.display())),
+    }
+    text.push_str(&format!(
+        "Try it:\n  evalgrid batch start examples/hello/request.json --watch --data {data} --scheduler {}\n",
+        all.grpc
+    ));
+    // A server does not end because nobody reads its first words.
+    let _ = output::print(&text);
+    all.run(stopped).await
+}
+
+/// `scheduler`.
+pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Failure> {
+    let (_, stopped) = stop::on_signal()?;
+    let listener = listen(options.grpc.grpc, "--grpc").await?;
+    let address = local(&listener)?;
+    let scheduler = open(&options.data.data, &options.scheduler, "bubblewrap").await?;
+    let data = absolute(&options.data.data);
+    let mut text = format!("The scheduler runs.\n  gRPC  {}\n  data  {}\n", url(address), data.display());
+    if let Some(key) = scheduler.first_key() {
+        text.push_str(&format!(
+            "  API key, shown this once: {key} (kept in {})\n",
+            data.join("api-key").display()
+        ));
+    }
+    text.push_str(&format!(
+        "Next:\n  EVALGRID_WORKER_TOKEN=$(cat {}) evalgrid executor --scheduler {}\n",
+        data.join("worker-token").display(),
+        url(address)
+    ));
+    let _ = output::print(&text);
+    scheduler.serve(listener, stopped).await.map_err(|error| ended("scheduler", &error))
+}
+
+/// `executor`.
+pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failure> {
+    let (_, stopped) = stop::on_signal()?;
+    let token = match &options.worker_token {
+        Some(token) => token.clone(),
+        None => client::secret(
+            &options.data.data.join("worker-token"),
+            "the workers' token",
+            "EVALGRID_WORKER_TOKEN",
+        )?,
+    };
+    let policy = process_policy(&options.executor);
+    let executor = executor_options(options.work, options.scheduler.scheduler, token, &options.executor, policy)?;
+    evalgrid_executor::run(executor, stopped)
+        .await
+        .map_err(|error| ended("executor", &error))
+}
+
+/// `api`.
+pub(crate) async fn api(options: options::ApiRole) -> Result<(), Failure> {
+    let (_, stopped) = stop::on_signal()?;
+    let listener = listen(options.http.http, "--http").await?;
+    let _ = output::line(&format!("The API runs at {}.", url(local(&listener)?)));
+    let api = ApiOptions {
+        scheduler: options.scheduler.scheduler,
+    };
+    evalgrid_api::serve(listener, api, stopped)
+        .await
+        .map_err(|error| ended("API", &error))
+}
+
+/// All roles in this process.
+pub(crate) struct All {
+    pub(crate) data: PathBuf,
+    pub(crate) http: String,
+    pub(crate) grpc: String,
+    pub(crate) first_key: Option<String>,
+    stop_front: watch::Sender<bool>,
+    stop_scheduler: watch::Sender<bool>,
+    front: JoinSet<Result<(), Failure>>,
+    scheduler: JoinSet<Result<(), Failure>>,
+}
+
+impl All {
+    /// Opens the data folder and starts the roles on the listeners. `isolated`: bubblewrap works here, so it runs what asks for e2b.
+    pub(crate) async fn start(
+        data: &Path,
+        grpc: TcpListener,
+        http: TcpListener,
+        scheduler: &options::SchedulerFlags,
+        executor: &options::ExecutorFlags,
+        policy: ProcessPolicy,
+        isolated: bool,
+    ) -> Result<All, Failure> {
+        let default = match (isolated, policy) {
+            (false, ProcessPolicy::On | ProcessPolicy::IfNoBubblewrap) => "process",
+            _ => "bubblewrap",
+        };
+        let (grpc_url, http_url) = (url(local(&grpc)?), url(local(&http)?));
+        let opened = open(data, scheduler, default).await?;
+        let data = absolute(data);
+        let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
+        let executor = executor_options(data.join(WORK), grpc_url.clone(), token, executor, policy)?;
+        let (stop_front, front_stopped) = watch::channel(false);
+        let (stop_scheduler, scheduler_stopped) = watch::channel(false);
+        let first_key = opened.first_key().map(str::to_owned);
+
+        let mut scheduler = JoinSet::new();
+        scheduler.spawn(async move {
+            opened
+                .serve(grpc, scheduler_stopped)
+                .await
+                .map_err(|error| ended("scheduler", &error))
+        });
+        let mut front = JoinSet::new();
+        let api = ApiOptions {
+            scheduler: grpc_url.clone(),
+        };
+        let stopped = front_stopped.clone();
+        front.spawn(async move { evalgrid_api::serve(http, api, stopped).await.map_err(|error| ended("API", &error)) });
+        front.spawn(async move {
+            evalgrid_executor::run(executor, front_stopped)
+                .await
+                .map_err(|error| ended("executor", &error))
+        });
+        Ok(All {
+            data,
+            http: http_url,
+            grpc: grpc_url,
+            first_key,
+            stop_front,
+            stop_scheduler,
+            front,
+            scheduler,
+        })
+    }
+
+    /// Runs until `stopped` says true, or a role ends by itself, which is a failure.
+    pub(crate) async fn run(mut self, mut stopped: watch::Receiver<bool>) -> Result<(), Failure> {
+        let first = tokio::select! {
+            _ = stopped.wait_for(|stop| *stop) => Ok(()),
+            first = self.ended() => first,
+        };
+        let rest = self.stop().await;
+        first.and(rest)
+    }
+
+    /// Waits until a role ends by itself.
+    pub(crate) async fn ended(&mut self) -> Result<(), Failure> {
+        let first = tokio::select! {
+            Some(first) = self.front.join_next() => first,
+            Some(first) = self.scheduler.join_next() => first,
+        };
+        match first {
+            Ok(Err(failure)) => Err(failure),
+            Ok(Ok(())) => Err(Failure::new("a role ended by itself", "See the log above for the reason.")),
+            Err(error) => Err(Failure::new(
+                format!("a role broke: {error}"),
+                "This is a defect of evalgrid; please report it.",
+            )),
+        }
+    }
+
+    /// Ends the roles: first those that still have something to say to the scheduler.
+    pub(crate) async fn stop(mut self) -> Result<(), Failure> {
+        let mut result = Ok(());
+        for (stop, roles) in [(self.stop_front, &mut self.front), (self.stop_scheduler, &mut self.scheduler)] {
+            // Where nobody listens any more, there is nothing to stop.
+            let _ = stop.send(true);
+            while let Some(ended) = roles.join_next().await {
+                result = result.and(ended.unwrap_or_else(|error| {
+                    Err(Failure::new(
+                        format!("a role broke: {error}"),
+                        "This is a defect of evalgrid; please report it.",
+                    ))
+                }));
+            }
+        }
+        result
+    }
+}
+
+async fn open(data: &Path, flags: &options::SchedulerFlags, e2b: &str) -> Result<Scheduler, Failure> {
+    let options = SchedulerOptions {
+        data: data.to_owned(),
+        lease: flags.lease,
+        sandbox_map: sandbox_map(&flags.sandbox_map, e2b),
+        affinity_grace: flags.affinity_grace,
+        environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
+    };
+    let next = "Check the data folder (--data): one server at a time may use it, and it must be able to write there.";
+    let scheduler = Scheduler::open(options)
+        .await
+        .map_err(|error| Failure::new(error.to_string(), next))?;
+    tracing::info!("{}", scheduler.recovery());
+    Ok(scheduler)
+}
+
+/// Names that requests may use. A provider can always be asked for by its own name; `e2b` is what a request gets that names none.
+fn sandbox_map(given: &[(String, String)], e2b: &str) -> BTreeMap<String, String> {
+    let mut map = BTreeMap::from([
+        ("bubblewrap".to_owned(), "bubblewrap".to_owned()),
+        ("e2b".to_owned(), e2b.to_owned()),
+    ]);
+    map.extend(given.iter().cloned());
+    let providers: Vec<_> = map.values().cloned().collect();
+    for provider in providers {
+        map.entry(provider.clone()).or_insert(provider);
+    }
+    map
+}
+
+/// Values for the variables that profiles may ask for. One that the operator names must be there.
+fn environment(named: &[String], read: impl Fn(&str) -> Option<String>) -> Result<BTreeMap<String, String>, Failure> {
+    let mut values = BTreeMap::new();
+    for name in KNOWN_VARIABLES {
+        values.extend(
+            read(name)
+                .filter(|value| !value.is_empty())
+                .map(|value| ((*name).to_owned(), value)),
+        );
+    }
+    for name in named {
+        let value = read(name).ok_or_else(|| {
+            Failure::usage(
+                format!("--variables names {name}, which is not set"),
+                format!("Set {name} for this process, or leave it out."),
+            )
+        })?;
+        values.insert(name.clone(), value);
+    }
+    Ok(values)
+}
+
+fn process_policy(flags: &options::ExecutorFlags) -> ProcessPolicy {
+    match flags.enable_process_sandbox {
+        true => ProcessPolicy::On,
+        false => ProcessPolicy::Off,
+    }
+}
+
+fn executor_options(
+    work: PathBuf,
+    scheduler: String,
+    worker_token: String,
+    flags: &options::ExecutorFlags,
+    process_sandbox: ProcessPolicy,
+) -> Result<ExecutorOptions, Failure> {
+    let supervisor_executable = std::env::current_exe()
+        .map_err(|error| Failure::new(format!("this program cannot find its own file: {error}"), "Is /proc mounted?"))?;
+    Ok(ExecutorOptions {
+        work: absolute(&work),
+        scheduler,
+        worker_token,
+        slots: flags.slots.unwrap_or_else(default_slots),
+        process_sandbox,
+        network: flags.network,
+        supervisor_executable,
+        limits: Limits {
+            memory_bytes: flags.sandbox_memory << 20,
+            pids: flags.sandbox_pids,
+        },
+    })
+}
+
+fn default_slots() -> u32 {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from((processors * SLOTS_PER_PROCESSOR).max(FEWEST_SLOTS)).unwrap_or(u32::MAX)
+}
+
+/// Whether bubblewrap can make a sandbox here; if not, why.
+pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(), String> {
+    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+    let options = BubblewrapOptions {
+        network: flags.network,
+        ..BubblewrapOptions::default()
+    };
+    let provider = BubblewrapProvider::new(folder.path(), None, options).map_err(|error| error.to_string())?;
+    timeout(PROBE_DEADLINE, provider.probe())
+        .await
+        .unwrap_or_else(|_| Err("making a sandbox takes too long".to_owned()))
+}
+
+/// A listener, or what to do about the address.
+pub(crate) async fn listen(address: SocketAddr, flag: &str) -> Result<TcpListener, Failure> {
+    TcpListener::bind(address).await.map_err(|error| {
+        let why = match error.kind() {
+            io::ErrorKind::AddrInUse => "something else listens there".to_owned(),
+            _ => error.to_string(),
+        };
+        Failure::new(
+            format!("cannot listen at {address}: {why}"),
+            format!("Choose another address with {flag}, or stop what listens there."),
+        )
+    })
+}
+
+fn local(listener: &TcpListener) -> Result<SocketAddr, Failure> {
+    listener
+        .local_addr()
+        .map_err(|error| Failure::new(format!("the listener has no address: {error}"), "Try again."))
+}
+
+/// How others on this machine reach a listener.
+fn url(address: SocketAddr) -> String {
+    let ip = match address.ip() {
+        ip if !ip.is_unspecified() => ip,
+        IpAddr::V4(_) => IpAddr::from([127, 0, 0, 1]),
+        IpAddr::V6(_) => IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1]),
+    };
+    format!("http://{}", SocketAddr::new(ip, address.port()))
+}
+
+/// Shown and handed to processes that work elsewhere, a path must not depend on where this process was started.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+fn ended(role: &str, error: &dyn std::error::Error) -> Failure {
+    Failure::new(
+        format!("the {role} has ended: {error}"),
+        "See the log above for the reason, then start it again.",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn providers_have_their_own_names() {
+        fn check(given: &[(&str, &str)], e2b: &str, expected: &[(&str, &str)]) {
+            let own = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+                pairs
+                    .iter()
+                    .map(|(name, provider)| ((*name).to_owned(), (*provider).to_owned()))
+                    .collect()
+            };
+            assert_eq!(sandbox_map(&own(given), e2b), own(expected).into_iter().collect());
+        }
+        check(&[], "bubblewrap", &[("bubblewrap", "bubblewrap"), ("e2b", "bubblewrap")]);
+        check(
+            &[],
+            "process",
+            &[("bubblewrap", "bubblewrap"), ("e2b", "process"), ("process", "process")],
+        );
+        check(
+            &[("e2b", "process"), ("modal", "bubblewrap")],
+            "bubblewrap",
+            &[
+                ("bubblewrap", "bubblewrap"),
+                ("e2b", "process"),
+                ("modal", "bubblewrap"),
+                ("process", "process"),
+            ],
+        );
+    }
+
+    #[test]
+    fn variables_come_from_the_environment() {
+        let read = |name: &str| match name {
+            "OPENAI_API_KEY" => Some("secret".to_owned()),
+            "GEMINI_API_KEY" => Some(String::new()),
+            "EMPTY" => Some(String::new()),
+            _ => None,
+        };
+        let names = |named: &[&str]| {
+            let named: Vec<_> = named.iter().map(|name| (*name).to_owned()).collect();
+            environment(&named, read).map(|values| values.into_keys().collect::<Vec<_>>())
+        };
+        assert_eq!(names(&[]).unwrap(), ["OPENAI_API_KEY"]);
+        assert_eq!(names(&["EMPTY"]).unwrap(), ["EMPTY", "OPENAI_API_KEY"]);
+        assert!(names(&["MISSING"]).is_err_and(|failure| failure.to_string().contains("MISSING")));
+    }
+
+    #[test]
+    fn addresses_that_others_can_use() {
+        for (address, expected) in [
+            ("127.0.0.1:80", "http://127.0.0.1:80"),
+            ("0.0.0.0:80", "http://127.0.0.1:80"),
+            ("[::]:80", "http://[::1]:80"),
+            ("10.1.2.3:80", "http://10.1.2.3:80"),
+        ] {
+            assert_eq!(url(address.parse().unwrap()), expected);
+        }
+    }
+}
