@@ -599,3 +599,71 @@ impl Validation {
         self.truncated |= cut_any;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn message(text: &str) -> JournalEntry {
+        JournalEntry::Message {
+            finished_at_millis: None,
+            role: None,
+            text: text.into(),
+            usage: None,
+        }
+    }
+
+    fn collect(limits: (usize, usize), texts: &[String]) -> Vec<JournalEntry> {
+        let mut trajectory = Trajectory::with_limits(limits.0, limits.1);
+        texts.iter().for_each(|text| trajectory.push(message(text)));
+        trajectory.finish()
+    }
+
+    /// Where the mark is, and how many events it says were left out.
+    fn mark(entries: &[JournalEntry]) -> Option<(usize, usize)> {
+        entries.iter().enumerate().find_map(|(at, entry)| match entry {
+            JournalEntry::Message { text, .. } => Some((at, text.strip_prefix('[')?.split(' ').next()?.parse().ok()?)),
+            _ => None,
+        })
+    }
+
+    #[test]
+    fn the_middle_of_a_long_trajectory_goes() {
+        let numbered = |count: usize| (0..count).map(|index| format!("{index:06}")).collect::<Vec<_>>();
+        let limits = (MAX_TRAJECTORY_ENTRIES, MAX_TRAJECTORY_BYTES);
+        for count in [0, 1, MAX_TRAJECTORY_ENTRIES / 2 + 1, MAX_TRAJECTORY_ENTRIES] {
+            let kept = collect(limits, &numbered(count));
+            assert_eq!((kept.len(), mark(&kept)), (count, None));
+        }
+        let kept = collect(limits, &numbered(MAX_TRAJECTORY_ENTRIES + 1));
+        assert_eq!(
+            (kept.len(), mark(&kept)),
+            (MAX_TRAJECTORY_ENTRIES, Some((MAX_TRAJECTORY_ENTRIES / 2, 2)))
+        );
+        assert_eq!((&kept[0], kept.last().unwrap()), (&message("000000"), &message("020000")));
+        // One entry alone is larger than everything that may be kept.
+        let kept = collect((10, 1_000), &["x".repeat(1_000), "after".into()]);
+        assert_eq!((mark(&kept), kept.len(), &kept[1]), (Some((0, 1)), 2, &message("after")));
+    }
+
+    proptest! {
+        #[test]
+        fn trajectories_keep_their_limits(sizes in prop::collection::vec(0usize..400, 0..60)) {
+            let texts: Vec<_> = sizes.iter().enumerate().map(|(index, size)| format!("{index}:{}", "x".repeat(*size))).collect();
+            let whole: Vec<_> = texts.iter().map(|text| message(text)).collect();
+            let kept = collect((20, 6_000), &texts);
+            prop_assert!(kept.len() <= 20 && serde_json::to_vec(&kept).unwrap().len() <= 6_000);
+            match mark(&kept) {
+                None => prop_assert_eq!(kept, whole),
+                Some((at, dropped)) => {
+                    prop_assert_eq!(kept.len() - 1 + dropped, whole.len());
+                    prop_assert_eq!(&kept[..at], &whole[..at]);
+                    prop_assert_eq!(&kept[at + 1..], &whole[at + dropped..]);
+                }
+            }
+        }
+    }
+}

@@ -100,6 +100,12 @@ pub const MAX_VARIABLE_NAME: usize = 128;
 /// room for the variable's name and for quoting.
 pub const MAX_PROCESS_STRING_BYTES: usize = 120 << 10;
 
+/// Bytes of the names and values of a profile's environment together. Linux gives arguments and environment of a process 2 MiB by default, and the
+/// agent's prompt and the platform's own variables are in there, too.
+pub const MAX_PROCESS_ENV_BYTES: usize = 1 << 20;
+/// A path of a source's file. Linux refuses a path of 4,096 bytes; the rest is room for where the workspace lies, and for longer characters.
+pub const MAX_WORKSPACE_PATH: usize = 1_024;
+
 /// An idempotency key (contract 1.9): at least one character.
 pub const MAX_IDEMPOTENCY_KEY: usize = 128;
 /// Idempotency keys kept per organization (decision 27); with one more, a start gets 409.

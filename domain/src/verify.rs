@@ -86,7 +86,7 @@ pub fn read_steps(output: &str, marker: &str, steps: &[String]) -> (String, Vec<
     let mut clean = String::with_capacity(output.len());
     let mut codes: Vec<i64> = Vec::new();
     let mut rest = output;
-    while let Some(at) = rest.find(marker) {
+    while let Some(at) = rest.find(marker).filter(|_| !marker.is_empty()) {
         let after = &rest[at + marker.len()..];
         match read_mark(after, steps.len()).filter(|(step, ..)| *step > codes.len()) {
             Some((step, code, length)) => {

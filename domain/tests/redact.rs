@@ -171,6 +171,11 @@ fn exact_values() {
 }
 
 #[test]
+fn a_redactor_does_not_tell() {
+    assert_eq!(format!("{:?}", Redactor::new(["secret-value"])), "Redactor { .. }");
+}
+
+#[test]
 fn values_that_are_json_or_urls() {
     let nested = r#"{"auth_mode":"apikey","tokens":{"id":"first-secret","list":["second-secret","no"]},"n":12345678}"#;
     let redactor = Redactor::new([
@@ -242,7 +247,7 @@ fn secret_variables() {
 #[expect(clippy::disallowed_methods, reason = "the test is about real time")]
 fn hostile_texts_take_linear_time() {
     let redactor = Redactor::new(["aaaaaaaaaaaaaaaa", "aaaaaaaab", "secret-value"]);
-    // Each would be quadratic for a search that restarts after every candidate. 4 MiB squared is hours; linear is below a second.
+    // Each would be quadratic for a search that restarts after every candidate. 1 MiB squared is many minutes; linear is far below a second.
     for unit in [
         "a",
         "sk-",
@@ -268,11 +273,10 @@ fn hostile_texts_take_linear_time() {
         "é",
         "AKIAAAAAAAAAAAAAAAAA",
     ] {
-        let text = unit.repeat((4 << 20) / unit.len());
+        let text = unit.repeat((1 << 20) / unit.len());
         let started = Instant::now();
         redactor.text(&text);
-        println!("{unit:?}: {:?}", started.elapsed());
-        assert!(started.elapsed() < Duration::from_secs(20), "{unit:?}: {:?}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(10), "{unit:?}: {:?}", started.elapsed());
     }
 }
 

@@ -200,6 +200,18 @@ fn broken_fields() {
             Refinement,
             "cases[0].source.files[\"/etc\"]",
         ),
+        (
+            "/cases/0/source/files/a~1b.txt~1c",
+            Some(json!("")),
+            Refinement,
+            "cases[0].source.files[\"a/b.txt/c\"]",
+        ),
+        (
+            "/variants/0/profile/files/home~1a~1b~1c",
+            Some(json!("")),
+            Refinement,
+            "variants[0].profile.files[\"home/a/b/c\"]",
+        ),
         ("/cases/0/prepare/name", Some(json!("")), Refinement, "cases[0].prepare.name"),
         ("/cases/0/prepare/source", Some(json!("")), Refinement, "cases[0].prepare.source"),
         ("/cases/0/user/kind", Some(json!("human")), Type, "cases[0].user.kind"),
@@ -325,10 +337,10 @@ fn broken_fields() {
             "variants[0].profile.files[\"etc/a\"]",
         ),
         (
-            "/variants/0/profile/files/home",
+            "/variants/0/profile/files/homes~1a",
             Some(json!("")),
             Refinement,
-            "variants[0].profile.files.home",
+            "variants[0].profile.files[\"homes/a\"]",
         ),
         (
             "/variants/0/profile/files/home~1..~1a",
@@ -435,6 +447,10 @@ fn refusals() {
         let files: serde_json::Map<_, _> = (0..count).map(|index| (format!("home/{index}"), json!("x".repeat(size)))).collect();
         Some(Value::from(files))
     };
+    let many_variables = |count: usize, size: usize| {
+        let env: serde_json::Map<_, _> = (0..count).map(|index| (format!("A{index}"), json!("x".repeat(size)))).collect();
+        Some(Value::from(env))
+    };
     for (pointer, value, expected) in [
         ("/cases/0/verify", Some(json!("true")), "cases[0]: a case has either"),
         (
@@ -486,6 +502,11 @@ fn refusals() {
             "/cases",
             Some(cases(51)),
             "at most 100 trials, and this one asks for 204 (51 cases x 2 variants x 2 trials)",
+        ),
+        (
+            "/variants/0/profile/env",
+            many_variables(12, 100_000),
+            "variants[0].profile.env: the environment of a profile holds at most 1048576",
         ),
         ("/suite/prompt", Some(json!("{{what}}".repeat(2_000))), ""),
     ] {

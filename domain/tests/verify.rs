@@ -271,18 +271,39 @@ mod properties {
         ])
     }
 
+    fn joint() -> impl Strategy<Value = &'static str> {
+        prop::sample::select(vec![" && ", " && ", " && ", "&&", " || ", "; ", "\n", " &&\n", " | "])
+    }
+
+    fn check_as_written(command: &str) -> Result<(), TestCaseError> {
+        let VerifyPlan::Steps { script, steps, marker } = plan(command, MARKER) else {
+            return Ok(());
+        };
+        let (plain_code, plain_output) = bash(command);
+        let (code, output) = bash(&script);
+        let (clean, ran) = read_steps(&output, &marker, &steps);
+        prop_assert_eq!((code, clean), (plain_code, plain_output), "{}", command);
+        prop_assert_eq!(ran.last().map(|step| step.exit_code), Some(i64::from(code)), "{}", command);
+        prop_assert!(ran.iter().rev().skip(1).all(|step| step.exit_code == 0), "{}", command);
+        Ok(())
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
         #[test]
-        fn any_steps_run_as_written(pieces in prop::collection::vec(piece(), 2..6)) {
+        fn steps_run_as_written(pieces in prop::collection::vec(piece(), 2..6)) {
             let command = pieces.join(" && ");
-            let (plain_code, plain_output) = bash(&command);
-            if let VerifyPlan::Steps { script, steps, marker } = plan(&command, MARKER) {
-                let (code, output) = bash(&script);
-                let (clean, ran) = read_steps(&output, &marker, &steps);
-                prop_assert_eq!((code, clean), (plain_code, plain_output), "{}", command);
-                prop_assert_eq!(ran.last().map(|step| step.exit_code), Some(i64::from(code)), "{}", command);
+            check_as_written(&command)?;
+        }
+
+        #[test]
+        fn whatever_is_split_runs_as_written(pieces in prop::collection::vec((piece(), joint()), 2..6), group: bool) {
+            let mut command: String = pieces.iter().flat_map(|(piece, joint)| [*piece, *joint]).collect();
+            command.push_str("true");
+            if group {
+                command = format!("({command}) && {{ {command}; }}");
             }
+            check_as_written(&command)?;
         }
     }
 }

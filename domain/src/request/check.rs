@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use super::*;
 use crate::{
     decode::utf16_len,
-    limits::{MAX_PROCESS_STRING_BYTES, MAX_PROFILE_FILES, MAX_PROFILE_TOTAL, MAX_TRIALS_PER_BATCH},
+    limits::{MAX_PROCESS_ENV_BYTES, MAX_PROCESS_STRING_BYTES, MAX_PROFILE_FILES, MAX_PROFILE_TOTAL, MAX_TRIALS_PER_BATCH},
     prompt,
 };
 
@@ -134,6 +134,13 @@ fn check_profile(path: &str, profile: &Profile) -> Result<(), StartRefusal> {
         return refuse_at(
             &format!("{path}.files"),
             format!("the files of a profile hold at most {MAX_PROFILE_TOTAL} characters together, and these hold {total}"),
+        );
+    }
+    let env: usize = profile.env.iter().flatten().map(|(name, value)| name.len() + value.len() + 2).sum();
+    if env > MAX_PROCESS_ENV_BYTES {
+        return refuse_at(
+            &format!("{path}.env"),
+            format!("the environment of a profile holds at most {MAX_PROCESS_ENV_BYTES} bytes, and this holds {env}"),
         );
     }
     for (index, name) in profile.variables.iter().flatten().enumerate() {

@@ -261,7 +261,21 @@ fn source(d: &mut Decoder, value: &Value) -> Option<Source> {
                 .min(1)
                 .matching(is_workspace_path, "a relative path below the workspace, without \"..\"");
             let files = d.required(map, "files", |d, value| d.map(value, paths, text(Text::any().with_nul())));
-            Some(Source::Files { files: files? })
+            let files = files?;
+            d.at("files", |d| refuse_file_as_folder(d, &files));
+            Some(Source::Files { files })
+        }
+    }
+}
+
+/// A tree cannot hold both a file `a` and a file `a/b`.
+fn refuse_file_as_folder(d: &mut Decoder, files: &BTreeMap<String, String>) {
+    for path in files.keys() {
+        let mut folders = path.match_indices('/').map(|(end, _)| &path[..end]);
+        if let Some(folder) = folders.rfind(|folder| files.contains_key(*folder)) {
+            d.at(path.as_str(), |d| {
+                d.refine(format!("Expected no file in \"{folder}\", which is a file, too"))
+            });
         }
     }
 }
@@ -489,6 +503,9 @@ fn profile(d: &mut Decoder, value: &Value) -> Option<Profile> {
     let files = d.required(map, "files", |d, value| {
         d.map(value, paths, text(Text::max(MAX_PROFILE_FILE).with_nul()))
     });
+    if let Some(files) = &files {
+        d.at("files", |d| refuse_file_as_folder(d, files));
+    }
     let install = d.optional(map, "install", text(PROCESS_TEXT));
     let names = Text::any().matching(
         is_profile_name,
