@@ -311,6 +311,31 @@ mod tests {
         check("server", &[], None, &["server"]);
     }
 
+    /// Every command's help, as in `tests/help.txt`. To write that file anew: `EVALGRID_UPDATE=1 cargo test -p evalgrid-cli help`.
+    #[test]
+    fn help_is_as_on_record() {
+        fn collect(command: &mut Command, text: &mut String) {
+            let name = command.get_bin_name().unwrap_or("evalgrid").to_owned();
+            text.push_str(&format!("=== {name}\n{}\n", command.render_long_help()));
+            command
+                .get_subcommands_mut()
+                .filter(|inner| inner.get_name() != "help")
+                .for_each(|inner| collect(inner, text));
+        }
+        let mut root = command().term_width(120);
+        root.build();
+        let mut text = String::new();
+        collect(&mut root, &mut text);
+        let record = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/help.txt");
+        if std::env::var_os("EVALGRID_UPDATE").is_some() {
+            fs::write(&record, &text).unwrap();
+        }
+        assert!(
+            text == fs::read_to_string(&record).unwrap(),
+            "the help has changed; see this test's comment"
+        );
+    }
+
     #[test]
     fn every_flag_shows_default_variable_and_example() {
         fn check(command: &Command, path: &str) {

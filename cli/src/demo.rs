@@ -19,7 +19,7 @@ const REQUEST: &str = include_str!("../../examples/hello/request.json");
 const EXPECTED: &str = include_str!("../../examples/hello/expected.json");
 
 pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
-    let (stop, stopped) = stop::on_signal()?;
+    let stopped = stop::on_signal()?;
     let data = folder()?;
     let isolated = roles::bubblewrap_works(&options.executor).await;
     if let Err(reason) = &isolated {
@@ -31,13 +31,20 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
     let (grpc, http) = (roles::listen(free, "--grpc").await?, roles::listen(free, "--http").await?);
     let flags = SchedulerFlags::default_for_demo();
-    let policy = ProcessPolicy::IfNoBubblewrap;
+    let policy = match options.executor.enable_process_sandbox {
+        true => ProcessPolicy::On,
+        false => ProcessPolicy::IfNoBubblewrap,
+    };
     let mut all = All::start(&data, grpc, http, &flags, &options.executor, policy, isolated.is_ok()).await?;
     let key = client::secret(&all.data.join("api-key"), "the API key", "EVALGRID_API_KEY")?;
     let places = Places {
         data: all.data.clone(),
         http: all.http.clone(),
         grpc: all.grpc.clone(),
+        again: match isolated {
+            Ok(()) => "",
+            Err(_) => " --enable-process-sandbox",
+        },
     };
     let outcome = tokio::select! {
         outcome = show(&places, &key) => outcome,
@@ -48,7 +55,6 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
         }
     };
     all.stop().await?;
-    drop(stop);
     let surprises = outcome?;
     match surprises.is_empty() {
         true => Ok(()),
@@ -67,6 +73,8 @@ struct Places {
     data: PathBuf,
     http: String,
     grpc: String,
+    /// What else `serve` needs on this machine.
+    again: &'static str,
 }
 
 fn folder() -> Result<PathBuf, Failure> {
@@ -98,9 +106,10 @@ async fn show(places: &Places, key: &str) -> Result<Vec<String>, Failure> {
     let data = places.data.display();
     output::print(&format!(
         "\nEverything is kept in {data}. To serve it again, and look at every trial:\n\
-         \x20 evalgrid serve --data {data}\n\
+         \x20 evalgrid serve --data {data}{}\n\
          \x20 curl -s http://127.0.0.1:8700/v1/evals.batches.get -H \"authorization: Bearer $(cat {data}/api-key)\" -d '{{\"id\":\"{id}\"}}'\n\
-         \x20 evalgrid batch get {id} --data {data}\n"
+         \x20 evalgrid batch get {id} --data {data}\n",
+        places.again
     ))?;
     surprises(&batch)
 }

@@ -8,8 +8,8 @@ use crate::output;
 
 /// Longest name of a case or variant in a table.
 const NAME: usize = 32;
-/// Longest reason below it.
-const REASON: usize = 160;
+/// Longest reason below it; the failure texts of trials are no longer.
+const REASON: usize = 241;
 
 /// Names for columns: the model, and as much more as tells the variants apart.
 pub(crate) fn variant_names(batch: &Batch) -> Vec<String> {

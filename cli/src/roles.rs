@@ -36,7 +36,7 @@ const PROBE_DEADLINE: Duration = Duration::from_secs(30);
 
 /// `serve`.
 pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
-    let (_, stopped) = stop::on_signal()?;
+    let stopped = stop::on_signal()?;
     let grpc = listen(options.grpc.grpc, "--grpc").await?;
     let http = listen(options.http.http, "--http").await?;
     let policy = process_policy(&options.executor);
@@ -75,7 +75,7 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
 
 /// `scheduler`.
 pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Failure> {
-    let (_, stopped) = stop::on_signal()?;
+    let stopped = stop::on_signal()?;
     let listener = listen(options.grpc.grpc, "--grpc").await?;
     let address = local(&listener)?;
     let scheduler = open(&options.data.data, &options.scheduler, "bubblewrap").await?;
@@ -98,7 +98,7 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
 
 /// `executor`.
 pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failure> {
-    let (_, stopped) = stop::on_signal()?;
+    let stopped = stop::on_signal()?;
     let token = match &options.worker_token {
         Some(token) => token.clone(),
         None => client::secret(
@@ -116,7 +116,7 @@ pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failu
 
 /// `api`.
 pub(crate) async fn api(options: options::ApiRole) -> Result<(), Failure> {
-    let (_, stopped) = stop::on_signal()?;
+    let stopped = stop::on_signal()?;
     let listener = listen(options.http.http, "--http").await?;
     let _ = output::line(&format!("The API runs at {}.", url(local(&listener)?)));
     let api = ApiOptions {

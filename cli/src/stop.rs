@@ -16,7 +16,7 @@ const HARD_DEADLINE: Duration = Duration::from_secs(40);
 const INTERRUPTED: i32 = 130;
 
 /// Turns true at SIGINT or SIGTERM. From then on the process ends at the second signal or at the hard deadline, whatever it is doing.
-pub(crate) fn on_signal() -> Result<(watch::Sender<bool>, watch::Receiver<bool>), Failure> {
+pub(crate) fn on_signal() -> Result<watch::Receiver<bool>, Failure> {
     let cannot = |error| {
         Failure::new(
             format!("signals cannot be handled: {error}"),
@@ -26,12 +26,11 @@ pub(crate) fn on_signal() -> Result<(watch::Sender<bool>, watch::Receiver<bool>)
     let mut interrupt = signal(SignalKind::interrupt()).map_err(cannot)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(cannot)?;
     let (stop, stopped) = watch::channel(false);
-    let sender = stop.clone();
     tokio::spawn(async move {
         either(&mut interrupt, &mut terminate).await;
         tracing::info!("stopping; a second signal stops at once");
         // Nobody left to tell means that everything has ended already.
-        let _ = sender.send(true);
+        let _ = stop.send(true);
         tokio::select! {
             () = either(&mut interrupt, &mut terminate) => exit(INTERRUPTED),
             () = sleep(HARD_DEADLINE) => {
@@ -40,7 +39,7 @@ pub(crate) fn on_signal() -> Result<(watch::Sender<bool>, watch::Receiver<bool>)
             }
         }
     });
-    Ok((stop, stopped))
+    Ok(stopped)
 }
 
 async fn either(interrupt: &mut Signal, terminate: &mut Signal) {
