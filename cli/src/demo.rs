@@ -1,10 +1,13 @@
 //! `demo`: the real roles in a temporary folder, a small suite over the real API, its results, and where it all is.
 
-use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
+use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
 use evalgrid_executor::ProcessPolicy;
-use evalgrid_proto::v1::{Batch, Run, TrialStatus};
-use tokio::sync::watch;
+use evalgrid_proto::v1::{Batch, BatchStatus, CancelBatchRequest, ListBatchesRequest, Run, TrialStatus};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
 
 use crate::{
     Failure, client, grid, http,
@@ -15,6 +18,9 @@ use crate::{
 };
 
 const REQUEST: &str = include_str!("../../examples/hello/request.json");
+/// How long a stopped demo takes to end what it has started.
+const CLEAN_UP: Duration = Duration::from_secs(15);
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// How each run must end: case, variant, then for example `3 passed`.
 const EXPECTED: &str = include_str!("../../examples/hello/expected.json");
 
@@ -50,8 +56,9 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
         outcome = show(&places, &key) => outcome,
         ended = all.ended() => ended.map(|()| Vec::new()),
         () = asked(stopped) => {
+            let cleaned = clean_up(&places, &key).await;
             eprintln!("The demo was stopped. Its folder is kept: {}", places.data.display());
-            Err(Failure::Bad)
+            cleaned.and(Err(Failure::Bad))
         }
     };
     all.stop().await?;
@@ -67,6 +74,33 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
 
 async fn asked(mut stopped: watch::Receiver<bool>) {
     let _ = stopped.wait_for(|stop| *stop).await;
+}
+
+/// Nothing of the demo goes on when it was stopped: its batch is cancelled, and what was running is waited for.
+async fn clean_up(places: &Places, key: &str) -> Result<(), Failure> {
+    let cancel = async {
+        let mut batches = client::batches_at(&places.grpc, key).await?;
+        let page = batches
+            .list(ListBatchesRequest::default())
+            .await
+            .map_err(|status| client::refused(&status))?
+            .into_inner();
+        for batch in page.batches.iter().filter(|batch| batch.status() == BatchStatus::Running) {
+            let request = CancelBatchRequest { id: batch.id.clone() };
+            batches.cancel(request).await.map_err(|status| client::refused(&status))?;
+        }
+        while !roles::sandboxes(&places.data).is_empty() {
+            sleep(LOOK_AGAIN).await;
+        }
+        Ok(())
+    };
+    timeout(CLEAN_UP, cancel).await.unwrap_or_else(|_| {
+        let left = roles::sandboxes(&places.data).join(", ");
+        Err(Failure::new(
+            format!("sandboxes of the demo are still there: {left}"),
+            format!("To end them: evalgrid serve --data {}{}", places.data.display(), places.again),
+        ))
+    })
 }
 
 struct Places {

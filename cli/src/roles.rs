@@ -9,7 +9,7 @@ use std::{
 };
 
 use evalgrid_api::ApiOptions;
-use evalgrid_executor::{ExecutorOptions, ProcessPolicy};
+use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
 use evalgrid_scheduler::{Scheduler, SchedulerOptions};
 use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
@@ -31,6 +31,9 @@ const KNOWN_VARIABLES: &[&str] = &[
     "OPENAI_API_KEY",
     "QWEN_BASE_URL",
 ];
+/// What to do where no sandbox works.
+const NO_SANDBOX: &str =
+    "Install bubblewrap; or, where agents are trusted as much as you are, let them run as plain processes with --enable-process-sandbox.";
 /// Making one sandbox to see whether bubblewrap works.
 const PROBE_DEADLINE: Duration = Duration::from_secs(30);
 
@@ -41,6 +44,9 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
     let http = listen(options.http.http, "--http").await?;
     let policy = process_policy(&options.executor);
     let isolated = bubblewrap_works(&options.executor).await;
+    if let (Err(reason), ProcessPolicy::Off) = (&isolated, policy) {
+        return Err(Failure::new(format!("no sandbox works here: {reason}"), NO_SANDBOX));
+    }
     let all = All::start(
         &options.data.data,
         grpc,
@@ -111,7 +117,7 @@ pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failu
     let executor = executor_options(options.work, options.scheduler.scheduler, token, &options.executor, policy)?;
     evalgrid_executor::run(executor, stopped)
         .await
-        .map_err(|error| ended("executor", &error))
+        .map_err(|error| executor_ended(&error))
 }
 
 /// `api`.
@@ -179,7 +185,7 @@ impl All {
         front.spawn(async move {
             evalgrid_executor::run(executor, front_stopped)
                 .await
-                .map_err(|error| ended("executor", &error))
+                .map_err(|error| executor_ended(&error))
         });
         Ok(All {
             data,
@@ -339,6 +345,19 @@ pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(
         .unwrap_or_else(|_| Err("making a sandbox takes too long".to_owned()))
 }
 
+/// Names of the sandboxes that the executor of [`All`] has on this machine.
+pub(crate) fn sandboxes(data: &Path) -> Vec<String> {
+    let folders = ["bubblewrap", "process"].map(|provider| data.join(WORK).join(provider));
+    // A folder that cannot be read holds nothing that could be waited for.
+    let entries = folders
+        .iter()
+        .filter_map(|folder| std::fs::read_dir(folder).ok())
+        .flatten()
+        .flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.filter(|name| !name.starts_with('.')).collect()
+}
+
 /// A listener, or what to do about the address.
 pub(crate) async fn listen(address: SocketAddr, flag: &str) -> Result<TcpListener, Failure> {
     TcpListener::bind(address).await.map_err(|error| {
@@ -372,6 +391,13 @@ fn url(address: SocketAddr) -> String {
 /// Shown and handed to processes that work elsewhere, a path must not depend on where this process was started.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+fn executor_ended(error: &ExecutorError) -> Failure {
+    match error {
+        ExecutorError::NoSandbox(_) => Failure::new(error.to_string(), NO_SANDBOX),
+        error => ended("executor", error),
+    }
 }
 
 fn ended(role: &str, error: &dyn std::error::Error) -> Failure {
