@@ -49,6 +49,9 @@ pub const PIECES_AHEAD: usize = 2;
 /// A caller that takes no piece for this long is cut off.
 pub const PIECE_DEADLINE: Duration = Duration::from_secs(60);
 
+/// A whole result, so that callers who take a piece now and then do not hold every place: 6 GiB of evidence at 30 Mbit/s.
+pub const RESULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
+
 /// Open connections; more wait in the listener's backlog.
 pub const CONNECTIONS: usize = 4096;
 /// Request line and headers, and the idle time of a kept connection.

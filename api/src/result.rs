@@ -139,7 +139,8 @@ struct Work {
 
 impl Work {
     async fn write(self, mut writer: Writer) {
-        match self.document(&mut writer).await {
+        let written = timeout(limits::RESULT_DEADLINE, self.document(&mut writer)).await;
+        match written.unwrap_or(Err(Broken::Caller)) {
             Ok(()) => {}
             Err(Broken::Caller) => tracing::debug!(batch = self.batch.id, "the caller left before the end of a result"),
             Err(error) => tracing::error!(batch = self.batch.id, %error, "a result was cut short"),

@@ -124,22 +124,24 @@ impl Server {
     }
 
     fn stop(mut self) -> Option<i32> {
-        let pid = self.child.id().to_string();
-        assert!(
-            Command::new("bash")
-                .args(["-c", &format!("kill -TERM {pid}")])
-                .status()
-                .unwrap()
-                .success()
-        );
-        let end = Instant::now() + DEADLINE;
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            assert!(Instant::now() < end, "the server does not stop");
-            thread::sleep(Duration::from_millis(20));
+        signal(&self.child, "TERM");
+        ended(&mut self.child)
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    let kill = format!("kill -{name} {}", child.id());
+    assert!(Command::new("bash").args(["-c", &kill]).status().unwrap().success());
+}
+
+fn ended(child: &mut Child) -> Option<i32> {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
         }
+        assert!(Instant::now() < end, "it does not stop");
+        thread::sleep(Duration::from_millis(20));
     }
 }
 
@@ -224,4 +226,37 @@ fn the_demo_ends_as_it_must() {
         .filter(|entry| entry.as_ref().unwrap().path().join("log").is_dir())
         .count();
     assert_eq!(kept, 1, "the data folder is kept");
+}
+
+#[test]
+fn a_stopped_demo_leaves_nothing_running() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut child = Command::new(EVALGRID)
+        .args(["demo", "--slots", "4"])
+        .env("TMPDIR", folder.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    // With four slots and thirty trials, some are running and some wait when the first has ended.
+    lines.find(|line| line.as_ref().unwrap().starts_with("[ 1/30]")).unwrap().unwrap();
+    signal(&child, "INT");
+    lines.for_each(drop);
+    assert_eq!(ended(&mut child), Some(1));
+    let data = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|path| path.join("log").is_dir())
+        .unwrap();
+    for provider in ["bubblewrap", "process"] {
+        let Ok(entries) = fs::read_dir(data.join("work").join(provider)) else {
+            continue;
+        };
+        let left: Vec<_> = entries
+            .map(|entry| entry.unwrap().file_name())
+            .filter(|name| !name.to_string_lossy().starts_with('.'))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
 }
