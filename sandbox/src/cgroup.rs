@@ -8,6 +8,7 @@ use std::{
     io,
     os::{fd::OwnedFd, unix::fs::FileExt},
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
@@ -155,7 +156,10 @@ fn delegate(folder: &Path, controller: &str) -> io::Result<()> {
 }
 
 fn try_group(parent: &Parent, controller: &str) -> io::Result<()> {
-    let folder = parent.folder.join(format!("evalgrid-probe-{}-{controller}", std::process::id()));
+    // Two providers of one process may probe at once.
+    static PROBES: AtomicU64 = AtomicU64::new(0);
+    let probe = PROBES.fetch_add(1, Ordering::Relaxed);
+    let folder = parent.folder.join(format!("evalgrid-probe-{}-{probe}", std::process::id()));
     fs::create_dir(&folder)?;
     let limit = folder.join(if controller == "memory" {
         memory_limit(parent.version)
@@ -171,14 +175,22 @@ fn memory_limit(version: u8) -> &'static str {
     if version == 2 { "memory.max" } else { "memory.limit_in_bytes" }
 }
 
+impl Parent {
+    fn group(&self, name: &str) -> PathBuf {
+        self.folder.join(format!("evalgrid-{name}.{}", std::process::id()))
+    }
+}
+
 impl Plan {
-    /// The folders that the groups of a sandbox will have.
+    /// Whether the number of processes can be limited.
+    pub fn limits_pids(&self) -> bool {
+        self.pids.is_some()
+    }
+
+    /// The folders that the groups of a sandbox will have. Names are unique within a root folder only, groups on the host: the process id of
+    /// the supervisor, which calls this, tells them apart.
     pub fn folders(&self, name: &str) -> Vec<PathBuf> {
-        let mut folders: Vec<PathBuf> = [&self.memory, &self.pids]
-            .into_iter()
-            .flatten()
-            .map(|p| p.folder.join(format!("evalgrid-{name}")))
-            .collect();
+        let mut folders: Vec<PathBuf> = [&self.memory, &self.pids].into_iter().flatten().map(|p| p.group(name)).collect();
         folders.dedup();
         folders
     }
@@ -208,7 +220,7 @@ impl Group {
             fs::create_dir(folder)?;
         }
         if let Some(parent) = &plan.memory {
-            let folder = parent.folder.join(format!("evalgrid-{name}"));
+            let folder = parent.group(name);
             let bytes = limits.memory_bytes.to_string();
             fs::write(folder.join(memory_limit(parent.version)), &bytes)?;
             if plan.swap {
@@ -231,7 +243,7 @@ impl Group {
             group.events = Some(File::open(folder.join(events))?);
         }
         if let Some(parent) = &plan.pids {
-            let folder = parent.folder.join(format!("evalgrid-{name}"));
+            let folder = parent.group(name);
             let max = OpenOptions::new().write(true).open(folder.join("pids.max"))?;
             max.write_at(limits.pids.to_string().as_bytes(), 0)?;
             group.pids = Some((File::open(folder.join("pids.current"))?, max, limits.pids));

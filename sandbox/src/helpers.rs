@@ -32,13 +32,14 @@ pub fn zygote_main(args: impl IntoIterator<Item = OsString>) -> ! {
     leave(ZYGOTE, zygote::run(Path::new(&root), &name))
 }
 
-/// The init of a bubblewrap sandbox. `args` are those after `sandbox-init`; there are none.
-pub fn init_main(_args: impl IntoIterator<Item = OsString>) -> ! {
+/// The init of a bubblewrap sandbox. `args` are those after `sandbox-init`: the number of processes it may have, where it is to see to that.
+pub fn init_main(args: impl IntoIterator<Item = OsString>) -> ! {
     if std::process::id() != 1 {
         eprintln!("{INIT} is started by evalgrid itself");
         exit(2);
     }
-    leave(INIT, init::run())
+    let most_processes = args.into_iter().next().and_then(|n| n.to_str()?.parse().ok());
+    leave(INIT, init::run(most_processes))
 }
 
 fn leave(what: &str, result: std::io::Result<()>) -> ! {

@@ -11,7 +11,7 @@ use std::{
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    process::{DumpableBehavior, Pid, Signal},
+    process::{DumpableBehavior, Pid, Resource, Rlimit, Signal},
 };
 
 use crate::{
@@ -26,10 +26,20 @@ const KILL_ROUND: Timespec = Timespec {
     tv_nsec: 5_000_000,
 };
 
-/// Runs the init on the socket that is its stdin, until the supervisor hangs up. Then the kernel kills the whole namespace.
-pub fn run() -> io::Result<()> {
+/// Runs the init on the socket that is its stdin, until the supervisor hangs up. `most_processes`: a limit, where no control group sets it. Then the kernel kills the whole namespace.
+pub fn run(most_processes: Option<u64>) -> io::Result<()> {
     // The agent has the same user id: without this it could trace us, or open our descriptors in /proc.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    if most_processes.is_some() {
+        // The kernel counts a user's processes for each user namespace apart, so this is a limit on the sandbox. (It does not bind host root.)
+        rustix::process::setrlimit(
+            Resource::Nproc,
+            Rlimit {
+                current: most_processes,
+                maximum: most_processes,
+            },
+        )?;
+    }
     let signals = sys::signal_descriptor()?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     sys::detach_stdio()?;

@@ -58,6 +58,7 @@ pub struct Channel {
     stream: UnixStream,
     frames: FrameBuffer,
     descriptors: VecDeque<OwnedFd>,
+    buffer: Vec<u8>,
 }
 
 impl Channel {
@@ -66,6 +67,7 @@ impl Channel {
             stream,
             frames: FrameBuffer::default(),
             descriptors: VecDeque::new(),
+            buffer: vec![0; 16 * 1024],
         }
     }
 
@@ -83,11 +85,10 @@ impl Channel {
 
     /// Takes in what has arrived, without waiting. `false`: the other end is gone.
     pub fn receive(&mut self) -> io::Result<bool> {
-        let mut buffer = vec![0; 64 * 1024];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let message = match rustix::net::recvmsg(&self.stream, &mut [IoSliceMut::new(&mut buffer)], &mut control, flags) {
+        let message = match rustix::net::recvmsg(&self.stream, &mut [IoSliceMut::new(&mut self.buffer)], &mut control, flags) {
             Ok(message) => message,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(true),
             Err(e) => return Err(e.into()),
@@ -97,8 +98,9 @@ impl Channel {
                 self.descriptors.extend(received);
             }
         }
-        self.frames.push(&buffer[..message.bytes]);
-        Ok(message.bytes > 0)
+        let bytes = message.bytes;
+        self.frames.push(&self.buffer[..bytes]);
+        Ok(bytes > 0)
     }
 
     /// The next whole message, if it is here.

@@ -79,8 +79,9 @@ pub struct Direct {
 }
 
 impl Backend {
-    /// Prepares for steps. From here on everything that is started is inside `group`.
-    pub fn start(spec: &Spec, layout: &Layout, group: &Group) -> io::Result<Self> {
+    /// Prepares for steps. From here on everything that is started is inside `group`. `most_processes` is for a backend that can limit them
+    /// by itself, where the group cannot.
+    pub fn start(spec: &Spec, layout: &Layout, group: &Group, most_processes: Option<u32>) -> io::Result<Self> {
         match spec {
             Spec::Process { path } => {
                 group.join()?;
@@ -99,7 +100,7 @@ impl Backend {
                     ending: false,
                 }))
             }
-            Spec::Bubblewrap(spec) => Ok(Self::Bubblewrap(Inner::start(spec, layout, group)?)),
+            Spec::Bubblewrap(spec) => Ok(Self::Bubblewrap(Inner::start(spec, layout, group, most_processes)?)),
         }
     }
 

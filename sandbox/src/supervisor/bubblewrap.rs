@@ -40,13 +40,14 @@ pub struct Inner {
 
 impl Inner {
     /// Starts bubblewrap inside `group` and waits for the init.
-    pub fn start(spec: &Bubblewrap, layout: &Layout, group: &Group) -> io::Result<Self> {
+    pub fn start(spec: &Bubblewrap, layout: &Layout, group: &Group, most_processes: Option<u32>) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_read_timeout(Some(START_PATIENCE))?;
         ours.set_write_timeout(Some(ORDER_PATIENCE))?;
         let (complaints, complaints_end) = output::pipe()?;
         let mut command = Command::new(&spec.program);
         arguments(&mut command, spec, layout);
+        command.args(most_processes.map(|n| n.to_string()));
         command
             .env_clear()
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
@@ -70,7 +71,7 @@ impl Inner {
             Ok(other) => return Err(io::Error::other(format!("the init said {other:?} instead of Ready"))),
             Err(e) => {
                 let mut said = Vec::new();
-                complaints.read(&mut Vec::new(), |chunk| said.extend_from_slice(chunk));
+                complaints.read(&mut vec![0; output::CHUNK], |chunk| said.extend_from_slice(chunk));
                 let said = String::from_utf8_lossy(&said).trim().to_owned();
                 return Err(io::Error::other(if said.is_empty() {
                     format!("no word from inside: {e}")

@@ -48,12 +48,11 @@ impl Connection {
     }
 
     /// Requests that have arrived whole.
-    pub fn receive(&mut self, buffer: &mut Vec<u8>) -> Vec<Request> {
-        buffer.resize(64 * 1024, 0);
+    pub fn receive(&mut self, buffer: &mut [u8]) -> Vec<Request> {
         let mut requests = Vec::new();
         let mut total = 0;
         while total < BURST && !self.broken {
-            match self.stream.read(&mut buffer[..]) {
+            match self.stream.read(buffer) {
                 Ok(0) => self.broken = true,
                 Ok(n) => {
                     total += n;

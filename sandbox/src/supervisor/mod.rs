@@ -88,6 +88,7 @@ struct Supervisor {
     closing: Option<Closing>,
     /// Pipes that outlived their step; what still comes is thrown away, so that whoever writes never blocks.
     leftovers: Vec<Source>,
+    /// For reading. Its pages come into being as they are written to, and few ever are.
     buffer: Vec<u8>,
 }
 
@@ -181,7 +182,12 @@ impl Supervisor {
         std::env::set_current_dir(layout.run())?;
         let signals = sys::signal_descriptor()?;
         let group = Group::create(&create.cgroups, &create.name, create.limits())?;
-        let backend = Backend::start(&create.backend, &layout, &group)?;
+        let backend = Backend::start(
+            &create.backend,
+            &layout,
+            &group,
+            (!create.cgroups.limits_pids()).then_some(create.pids),
+        )?;
         let listener = UnixListener::bind("control")?;
         listener.set_nonblocking(true)?;
         Ok(Self {
@@ -200,7 +206,7 @@ impl Supervisor {
             kill: None,
             closing: None,
             leftovers: Vec::new(),
-            buffer: Vec::new(),
+            buffer: vec![0; output::CHUNK],
         })
     }
 

@@ -16,7 +16,7 @@ use rustix::pipe::PipeFlags;
 use crate::{STDERR_LIMIT, STDOUT_HEAD_LIMIT, STDOUT_TAIL_LIMIT, layout};
 
 /// One read: the capacity of a pipe.
-const CHUNK: usize = 64 * 1024;
+pub const CHUNK: usize = 64 * 1024;
 /// Most that is read from one pipe before others get their turn.
 const BURST: usize = 16 * CHUNK;
 /// Chunks that arrive within this many milliseconds share one entry: 100 entries (1.6 KB) a second at most.
@@ -45,11 +45,10 @@ pub fn pipe() -> io::Result<(Source, OwnedFd)> {
 
 impl Source {
     /// Hands what is there to `take`.
-    pub fn read(&self, buffer: &mut Vec<u8>, mut take: impl FnMut(&[u8])) -> Burst {
-        buffer.resize(CHUNK, 0);
+    pub fn read(&self, buffer: &mut [u8], mut take: impl FnMut(&[u8])) -> Burst {
         let mut total = 0;
         while total < BURST {
-            match rustix::io::read(&self.0, &mut buffer[..]) {
+            match rustix::io::read(&self.0, &mut *buffer) {
                 Ok(0) => return Burst::Ended,
                 Ok(n) => {
                     take(&buffer[..n]);

@@ -142,7 +142,7 @@ pub fn cgroups(name: &str) -> Vec<PathBuf> {
     fn walk(folder: &Path, wanted: &str, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
             if entry.file_type().is_ok_and(|t| t.is_dir()) {
-                if entry.file_name() == *wanted {
+                if entry.file_name().to_string_lossy().starts_with(wanted) {
                     found.push(entry.path());
                 }
                 walk(&entry.path(), wanted, found);
@@ -150,7 +150,7 @@ pub fn cgroups(name: &str) -> Vec<PathBuf> {
         }
     }
     let mut found = Vec::new();
-    walk(Path::new("/sys/fs/cgroup"), &format!("evalgrid-{name}"), &mut found);
+    walk(Path::new("/sys/fs/cgroup"), &format!("evalgrid-{name}."), &mut found);
     found
 }
 
