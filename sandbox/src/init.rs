@@ -123,7 +123,7 @@ impl Init {
             return Err(StartFailure::Failed("a start order without program or pipes".to_owned()));
         };
         let mut command = Command::new(program);
-        command.args(&argv[1..]).env_clear().envs(env).current_dir(WORKSPACE);
+        command.args(&argv[1..]).env_clear().envs(&env).current_dir(WORKSPACE);
         command.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         sys::prepare(
             &mut command,
@@ -134,7 +134,7 @@ impl Init {
                 join: Vec::new(),
             },
         );
-        let child = command.spawn().map_err(|e| StartFailure::from_exec(program, &e))?;
+        let child = command.spawn().map_err(|e| StartFailure::from_exec(program, &env, &e))?;
         self.step = Pid::from_raw(child.id() as i32);
         self.childless = false;
         Ok(())

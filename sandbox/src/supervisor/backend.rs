@@ -39,11 +39,14 @@ pub enum StartFailure {
 }
 
 impl StartFailure {
-    /// Sorts the error of an exec.
-    pub fn from_exec(program: &str, error: &io::Error) -> Self {
+    /// Sorts the error of an exec with this environment.
+    pub fn from_exec(program: &str, env: &BTreeMap<String, String>, error: &io::Error) -> Self {
         use rustix::io::Errno;
+        let is_there = |folder: &str| Path::new(folder).join(program).exists();
         let code = match Errno::from_io_error(error) {
             Some(Errno::NOENT | Errno::NOTDIR) => 127,
+            // A folder of PATH that may not be entered does not mean that the program is in it.
+            Some(Errno::ACCESS) if !program.contains('/') && !env.get("PATH").is_some_and(|p| p.split(':').any(is_there)) => 127,
             Some(Errno::ACCESS | Errno::PERM | Errno::NOEXEC | Errno::ISDIR | Errno::LOOP | Errno::NAMETOOLONG) => 126,
             _ => return Self::Failed(error.to_string()),
         };
@@ -169,13 +172,10 @@ impl Direct {
         if !workspace.symlink_metadata().is_ok_and(|m| m.is_dir()) {
             return Err(StartFailure::Failed("the workspace is not there".to_owned()));
         }
+        let mut env = self.base.clone();
+        env.extend(launch.env.clone());
         let mut command = Command::new(program);
-        command
-            .args(&launch.argv[1..])
-            .env_clear()
-            .envs(&self.base)
-            .envs(launch.env)
-            .current_dir(workspace);
+        command.args(&launch.argv[1..]).env_clear().envs(&env).current_dir(workspace);
         command.stdin(Stdio::null()).stdout(launch.stdout).stderr(launch.stderr);
         sys::prepare(
             &mut command,
@@ -187,7 +187,7 @@ impl Direct {
             },
         );
         // Dropping std's handle neither kills nor reaps: `collect` reaps all children.
-        let child = command.spawn().map_err(|e| StartFailure::from_exec(program, &e))?;
+        let child = command.spawn().map_err(|e| StartFailure::from_exec(program, &env, &e))?;
         self.step = Pid::from_raw(child.id() as i32);
         self.childless = false;
         Ok(())
