@@ -132,7 +132,8 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
         .request
         .as_ref()
         .ok_or_else(|| Stop::unavailable("the lease names no start request"))?;
-    let request = worker.objects.request(&lease.organization_id, object).await?;
+    let request = worker.objects.request(&lease.organization_id, object).await;
+    let request = request.map_err(|error| Stop::unavailable(error.to_string()))?;
     let case = request.cases.get(lease.case_index as usize);
     let variant = request.variants.get(lease.variant_index as usize);
     let (Some(case), Some(variant)) = (case, variant) else {

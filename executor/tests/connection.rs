@@ -1,0 +1,354 @@
+//! Crashes, broken streams, silence, revocation: what a worker does when things go wrong around its trials.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::{fs, path::PathBuf, time::Duration};
+
+use evalgrid_proto::v1::{AttemptFailureKind, Lease, TrialOutcome, TrialStatus, to_worker};
+use serde_json::json;
+use support::{Grid, PATIENCE, Session, request};
+
+/// A trial whose agent waits for a file, so that a test decides when it ends.
+struct Held {
+    gate: PathBuf,
+    lease: Lease,
+}
+
+impl Held {
+    fn new(grid: &Grid, token: u64) -> Self {
+        let gate = grid.folder.path().join(format!("gate-{token}"));
+        let run = "echo $$ > pid; echo started > started; until [ -e \"$GATE\" ]; do sleep 0.02; done; echo ran >> ran";
+        let profile = json!({ "env": { "GATE": gate } });
+        Self {
+            lease: grid.lease(token, &request(run, json!({ "verify": "test $(wc -l < ran) = 1" }), profile)),
+            gate,
+        }
+    }
+
+    fn open(&self) {
+        fs::write(&self.gate, "").unwrap();
+    }
+
+    async fn begin(&self, grid: &Grid, session: &mut Session) {
+        session.send(to_worker::Message::Lease(self.lease.clone())).await;
+        let started = self.file(grid, "workspace/started");
+        until("the agent runs", || fs::read(&started).is_ok_and(|text| !text.is_empty())).await;
+    }
+
+    fn file(&self, grid: &Grid, path: &str) -> PathBuf {
+        grid.folder.path().join("worker/process").join(&self.lease.sandbox).join(path)
+    }
+
+    /// The agent's process, to see whether it lives.
+    fn agent(&self, grid: &Grid) -> PathBuf {
+        let pid = fs::read_to_string(self.file(grid, "workspace/pid")).unwrap();
+        PathBuf::from(format!("/proc/{}", pid.trim()))
+    }
+
+    fn adopt(&self, token: u64) -> Lease {
+        Lease {
+            token,
+            adopt: true,
+            ..self.lease.clone()
+        }
+    }
+}
+
+async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(tokio::time::Instant::now() < deadline, "waited too long until {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test]
+async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
+    let mut grid = Grid::new().await;
+    let run = r#"echo x >> "$HOME/ran"; echo '{"_tag":"Started","sessionId":"s","model":"m"}'
+        printf '{"_tag":"Message","role":"assistant","text":"%s"}\n' "$SPHYNX_PROMPT"; printf '{"_tag":"Usage","inputTokens":1,"outputTokens":2}\n'"#;
+    let case = json!({
+        "source": { "kind": "files", "files": { "a": "a" } },
+        "user": { "kind": "scripted", "replies": ["go on"] },
+        "verify": "echo check >> \"$HOME/ran\" && test \"$(tr '\\n' ' ' < \"$HOME/ran\")\" = 'i x x check '",
+    });
+    let profile = json!({ "install": "echo i >> \"$HOME/ran\"", "files": { "workspace/b": "b" } });
+    let mut lease = grid.lease(1, &request(run, case, profile));
+
+    // The worker dies when all is done and nothing acknowledged: each time one step more has become durable.
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    session.send(to_worker::Message::Lease(lease.clone())).await;
+    let first = session.overhear(|told| !told.results.is_empty()).await;
+    executor.kill().await;
+    let names = [
+        "sandbox.create",
+        "source",
+        "profile.home",
+        "profile.workspace",
+        "profile.install",
+        "turn.1.agent",
+        "turn.2.agent",
+        "check.0",
+    ];
+    assert_eq!(first.step_names(), names);
+    let bare = |outcome: &TrialOutcome| TrialOutcome {
+        sandbox_ms: 0,
+        ..outcome.clone()
+    };
+    assert_eq!(
+        first.outcome().status(),
+        TrialStatus::Passed,
+        "{:?}",
+        grid.evidence(first.outcome())
+    );
+    for durable in 0..=names.len() {
+        let executor = grid.executor();
+        let mut session = grid.session().await;
+        assert_eq!(session.hello.sandboxes, [lease.sandbox.clone()]);
+        assert!(session.hello.held.is_empty());
+        lease = Lease {
+            token: lease.token + 1,
+            adopt: true,
+            steps: first.recorded()[..durable].to_vec(),
+            ..lease
+        };
+        session.send(to_worker::Message::Lease(lease.clone())).await;
+        let again = session.overhear(|told| !told.results.is_empty()).await;
+        assert_eq!(again.failures, []);
+        assert_eq!(again.step_names(), names[durable..], "only what was not recorded");
+        assert_eq!(bare(again.outcome()), bare(first.outcome()), "after {durable} steps");
+        if durable == names.len() {
+            // The last one hears that it is durable, and cleans up.
+            session.ack(1, Vec::new()).await;
+            session
+                .until(|told| told.destroyed == [lease.sandbox.clone()] && told.credits == 1)
+                .await;
+            executor.stop().await;
+        } else {
+            executor.kill().await;
+        }
+    }
+    assert_eq!(grid.sandboxes(), Vec::<PathBuf>::new());
+}
+
+#[tokio::test]
+async fn a_worker_that_dies_leaves_the_agent_and_the_next_one_waits_for_it() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    let first = session.hello.clone();
+    executor.kill().await;
+    let agent = held.agent(&grid);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    assert_eq!(session.hello.worker_id, first.worker_id);
+    assert_ne!(session.hello.incarnation, first.incarnation);
+    assert_eq!(
+        (session.hello.slots, session.hello.sandboxes.as_slice()),
+        (3, &[held.lease.sandbox.clone()][..])
+    );
+    session.send(to_worker::Message::Lease(held.adopt(2))).await;
+    assert!(agent.exists(), "the agent never noticed");
+    held.open();
+    let told = session.until(|told| told.credits == 1).await;
+    assert_eq!(told.outcome().status(), TrialStatus::Passed);
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn reports_that_nobody_acknowledged_are_sent_again() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    let before = session.overhear(|told| told.steps.len() == 2).await;
+    drop(session);
+    held.open();
+    let mut session = grid.session().await;
+    assert_eq!(session.hello.held, [1]);
+    assert_eq!(session.hello.slots, 2);
+    let after = session.until(|told| told.credits == 1).await;
+    assert_eq!(after.reports[..before.reports.len()], before.reports, "the same ones, first");
+    assert_eq!(after.step_names(), ["sandbox.create", "profile.home", "turn.1.agent", "check.0"]);
+    assert_eq!(after.outcome().status(), TrialStatus::Passed);
+    assert_eq!(after.destroyed, [held.lease.sandbox.clone()]);
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn a_sandbox_stays_until_the_outcome_is_durable() {
+    let mut grid = Grid::new().await;
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    session
+        .send(to_worker::Message::Lease(
+            grid.lease(1, &request("true", json!({ "verify": "true" }), json!({}))),
+        ))
+        .await;
+    let told = session.overhear(|told| !told.results.is_empty()).await;
+    drop(session);
+    let mut session = grid.session().await;
+    assert_eq!(grid.sandboxes().len(), 1);
+    assert_eq!(told.destroyed, Vec::<String>::new());
+    session.until(|told| told.credits == 1).await;
+    assert_eq!(grid.sandboxes().len(), 0);
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn a_revoked_trial_ends_and_its_sandbox_goes() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    let agent = held.agent(&grid);
+    session.revoke(99).await;
+    session.revoke(1).await;
+    let told = session.until(|told| told.credits == 1).await;
+    assert_eq!(
+        (told.destroyed.as_slice(), told.results.len(), told.failures.len()),
+        (&[held.lease.sandbox.clone()][..], 0, 0)
+    );
+    assert!(!agent.exists());
+    assert_eq!(grid.sandboxes().len(), 0);
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn a_stale_token_makes_the_worker_stop_acting() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    let number = session.report().await.unwrap().number;
+    session.ack(number, vec![1]).await;
+    let told = session.until(|told| told.credits == 1).await;
+    assert_eq!((told.destroyed.len(), told.results.len(), told.failures.len()), (0, 0, 0));
+    assert!(held.agent(&grid).exists(), "who may act decides what becomes of the agent");
+    session.destroy(&held.lease.sandbox).await;
+    let told = session.until(|told| !told.destroyed.is_empty()).await;
+    assert_eq!(told.destroyed, [held.lease.sandbox.clone()]);
+    assert_eq!(grid.sandboxes().len(), 0);
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn a_newer_lease_of_the_same_sandbox_takes_it_over() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    session.send(to_worker::Message::Lease(held.adopt(2))).await;
+    held.open();
+    let told = session.until(|told| told.credits == 2).await;
+    assert_eq!(told.results.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [2]);
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn silence_for_the_time_of_a_lease_ends_all_leases() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.connection().await;
+    session.heartbeats = false;
+    session.welcome(300).await;
+    // The lease comes late in its own time, so the agent may not have started when it ends: wait for the sandbox only.
+    session.send(to_worker::Message::Lease(held.lease.clone())).await;
+    let mut next = grid.session().await;
+    assert_eq!((next.hello.held.len(), next.hello.slots), (0, 3));
+    session.closed().await;
+    let sandboxes = next.hello.sandboxes.clone();
+    assert!(sandboxes.is_empty() || sandboxes == [held.lease.sandbox.clone()]);
+    next.destroy(&held.lease.sandbox).await;
+    let told = next.until(|told| !told.destroyed.is_empty()).await;
+    assert_eq!(
+        (told.steps.len(), told.results.len(), told.failures.len()),
+        (0, 0, 0),
+        "nothing is said for a lease that has ended"
+    );
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn stopping_gives_the_leases_back_and_leaves_the_agents() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    let agent = held.agent(&grid);
+    executor.ask_to_stop();
+    let told = session.until(|told| !told.failures.is_empty()).await;
+    assert_eq!((told.failures[0].0, told.failures[0].1), (1, AttemptFailureKind::Released.into()));
+    assert_eq!(told.destroyed.len(), 0);
+    executor.ended().await;
+    assert!(agent.exists());
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    session.send(to_worker::Message::Lease(held.adopt(2))).await;
+    held.open();
+    assert_eq!(
+        session.until(|told| told.credits == 1).await.outcome().status(),
+        TrialStatus::Passed
+    );
+    executor.stop().await;
+}
+
+#[tokio::test]
+async fn stopping_without_a_scheduler_takes_a_bounded_time() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    drop(session);
+    executor.stop().await;
+    held.open();
+}
+
+#[tokio::test]
+async fn attempts_that_cannot_begin() {
+    async fn check(change: impl FnOnce(&mut Lease), kind: AttemptFailureKind, reason: &str) {
+        let mut grid = Grid::new().await;
+        let mut lease = grid.lease(1, &request("true", json!({ "verify": "true" }), json!({})));
+        change(&mut lease);
+        let executor = grid.executor();
+        let mut session = grid.session().await;
+        session.send(to_worker::Message::Lease(lease)).await;
+        let told = session.until(|told| told.credits == 1).await;
+        assert_eq!(told.failures.len(), 1);
+        let (token, found, text) = &told.failures[0];
+        assert_eq!((*token, *found), (1, kind.into()));
+        assert!(text.contains(reason), "{text}");
+        executor.stop().await;
+    }
+    check(|lease| lease.adopt = true, AttemptFailureKind::SandboxLost, "").await;
+    check(
+        |lease| lease.provider = "docker".into(),
+        AttemptFailureKind::SandboxUnavailable,
+        "docker",
+    )
+    .await;
+    check(|lease| lease.case_index = 5, AttemptFailureKind::SandboxUnavailable, "case").await;
+    let gone = |lease: &mut Lease| lease.request.as_mut().unwrap().sha256 = "0".repeat(64);
+    check(gone, AttemptFailureKind::SandboxUnavailable, "refused").await;
+}
+
+#[tokio::test]
+async fn one_executor_per_folder() {
+    let mut grid = Grid::new().await;
+    let executor = grid.executor();
+    let _session = grid.session().await;
+    let second = grid.executor();
+    assert!(second.refused().await.contains("in use"));
+    executor.stop().await;
+}

@@ -1,0 +1,465 @@
+//! A scheduler small enough to script: a real gRPC server on loopback that hands out leases and shows what comes back.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use evalgrid_domain::{evidence::TrialEvidence, request::decode_start};
+use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
+use evalgrid_proto::v1::{
+    Ack, Destroy, FromWorker, HeartbeatReply, Hello, Lease, ObjectChunk, ObjectRef, PutObjectChunk, RecordedStep, Report, Revoke,
+    StepRecord, ToWorker, TrialOutcome, Welcome, WorkerObjectRequest,
+    evidence::Place,
+    from_worker, to_worker,
+    workers_server::{Workers, WorkersServer},
+};
+use evalgrid_sandbox::Limits;
+use futures::Stream;
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+use tokio::{
+    net::TcpListener,
+    runtime::Runtime,
+    sync::{mpsc, watch},
+    task::JoinHandle,
+    time::timeout,
+};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::{Request, Response, Status, Streaming, transport::Server};
+
+/// Nothing here takes longer, even on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TOKEN: &str = "worker-token";
+const ORGANIZATION: &str = "org_test";
+
+pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
+    timeout(PATIENCE, future)
+        .await
+        .unwrap_or_else(|_| panic!("waited too long for {what}"))
+}
+
+type Objects = Arc<Mutex<HashMap<String, Bytes>>>;
+
+struct Service {
+    sessions: mpsc::UnboundedSender<Session>,
+    objects: Objects,
+}
+
+#[tonic::async_trait]
+impl Workers for Service {
+    type WorkStream = Pin<Box<dyn Stream<Item = Result<ToWorker, Status>> + Send>>;
+    type GetObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectChunk, Status>> + Send>>;
+
+    async fn work(&self, request: Request<Streaming<FromWorker>>) -> Result<Response<Self::WorkStream>, Status> {
+        assert_eq!(request.metadata().get("authorization").unwrap(), &format!("Bearer {TOKEN}"));
+        let mut incoming = request.into_inner();
+        let (to_worker, outgoing) = mpsc::channel(64);
+        let sessions = self.sessions.clone();
+        tokio::spawn(async move {
+            if let Ok(Some(FromWorker {
+                message: Some(from_worker::Message::Hello(hello)),
+            })) = incoming.message().await
+            {
+                let _ = sessions.send(Session {
+                    hello,
+                    incoming,
+                    to_worker: Some(to_worker),
+                    heartbeats: true,
+                });
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
+    }
+
+    async fn put_object(&self, request: Request<Streaming<PutObjectChunk>>) -> Result<Response<ObjectRef>, Status> {
+        let mut chunks = request.into_inner();
+        let mut bytes = Vec::new();
+        let mut first = true;
+        while let Some(chunk) = chunks.message().await? {
+            assert_eq!(chunk.organization_id, if first { ORGANIZATION } else { "" });
+            first = false;
+            bytes.extend_from_slice(&chunk.data);
+        }
+        Ok(Response::new(put(&self.objects, bytes.into())))
+    }
+
+    async fn get_object(&self, request: Request<WorkerObjectRequest>) -> Result<Response<Self::GetObjectStream>, Status> {
+        let name = request.into_inner().object.unwrap().sha256;
+        let bytes = self
+            .objects
+            .lock()
+            .unwrap()
+            .get(&name)
+            .cloned()
+            .ok_or_else(|| Status::not_found(name))?;
+        let chunks: Vec<_> = bytes
+            .chunks(1_000)
+            .map(|chunk| {
+                Ok(ObjectChunk {
+                    data: Bytes::copy_from_slice(chunk),
+                })
+            })
+            .collect();
+        Ok(Response::new(Box::pin(tokio_stream::iter(chunks))))
+    }
+}
+
+fn put(objects: &Objects, bytes: Bytes) -> ObjectRef {
+    let sha256: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+    let size = bytes.len() as u64;
+    objects.lock().unwrap().insert(sha256.clone(), bytes);
+    ObjectRef { sha256, size }
+}
+
+/// The scripted scheduler, and the folder of its worker.
+pub struct Grid {
+    address: SocketAddr,
+    sessions: mpsc::UnboundedReceiver<Session>,
+    objects: Objects,
+    server: JoinHandle<()>,
+    pub folder: tempfile::TempDir,
+}
+
+impl Grid {
+    pub async fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (sender, sessions) = mpsc::unbounded_channel();
+        let objects = Objects::default();
+        let service = WorkersServer::new(Service {
+            sessions: sender,
+            objects: objects.clone(),
+        });
+        let server = tokio::spawn(async move {
+            Server::builder()
+                .add_service(service)
+                .serve_with_incoming(TcpListenerStream::new(listener))
+                .await
+                .unwrap();
+        });
+        Self {
+            address,
+            sessions,
+            objects,
+            server,
+            folder: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    /// An executor on the grid's folder.
+    pub fn executor(&self) -> Executor {
+        let (stop, shutdown) = watch::channel(false);
+        let options = ExecutorOptions {
+            work: self.folder.path().join("worker"),
+            scheduler: format!("http://{}", self.address),
+            worker_token: TOKEN.into(),
+            slots: 3,
+            process_sandbox: ProcessPolicy::On,
+            network: true,
+            supervisor_executable: PathBuf::from(env!("CARGO_BIN_EXE_evalgrid-executor-host")),
+            limits: Limits {
+                memory_bytes: 1 << 30,
+                pids: 256,
+            },
+        };
+        // A runtime of its own dies as a process does: all of it at once.
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
+        Executor {
+            task: runtime.spawn(evalgrid_executor::run(options, shutdown)),
+            stop,
+            runtime: Some(runtime),
+        }
+    }
+
+    /// The next connection, before it is welcomed.
+    pub async fn connection(&mut self) -> Session {
+        soon("a connection", self.sessions.recv()).await.unwrap()
+    }
+
+    /// The next connection, welcomed with a long lease.
+    pub async fn session(&mut self) -> Session {
+        let mut session = self.connection().await;
+        session.welcome(30_000).await;
+        session
+    }
+
+    /// A lease of the only trial of a request with one case and one variant, in a process sandbox.
+    pub fn lease(&self, token: u64, request: &Value) -> Lease {
+        let request = decode_start(request).unwrap_or_else(|issues| panic!("{issues:?}"));
+        Lease {
+            token,
+            organization_id: ORGANIZATION.into(),
+            trial_id: format!("trial_{token}"),
+            ordinal: 1,
+            case_index: 0,
+            variant_index: 0,
+            request: Some(put(&self.objects, serde_json::to_vec(&request).unwrap().into())),
+            sandbox: {
+                // Unique on this machine: tests share its cgroups.
+                static NAMES: AtomicU64 = AtomicU64::new(0);
+                format!("sandbox-{}-{}", std::process::id(), NAMES.fetch_add(1, Ordering::Relaxed))
+            },
+            provider: "process".into(),
+            adopt: false,
+            steps: Vec::new(),
+            variables: HashMap::new(),
+        }
+    }
+
+    /// The evidence of an outcome, wherever it is.
+    pub fn evidence(&self, outcome: &TrialOutcome) -> TrialEvidence {
+        let bytes = match outcome.evidence.as_ref().unwrap().place.as_ref().unwrap() {
+            Place::Inline(bytes) => {
+                assert!(bytes.len() <= 16 << 10);
+                bytes.clone()
+            }
+            Place::Object(object) => self.object(&object.sha256),
+        };
+        serde_json::from_slice(&bytes).unwrap()
+    }
+
+    pub fn object(&self, sha256: &str) -> Bytes {
+        self.objects.lock().unwrap()[sha256].clone()
+    }
+
+    pub fn objects(&self) -> usize {
+        self.objects.lock().unwrap().len()
+    }
+
+    /// Runs a trial from its lease to the free slot.
+    pub async fn trial(&mut self, lease: Lease) -> Told {
+        let executor = self.executor();
+        let mut session = self.session().await;
+        session.send(to_worker::Message::Lease(lease)).await;
+        let told = session.until(|told| told.credits == 1).await;
+        assert!(self.sandboxes().is_empty(), "everything is gone");
+        executor.stop().await;
+        told
+    }
+
+    /// Folders of sandboxes on the disk.
+    pub fn sandboxes(&self) -> Vec<PathBuf> {
+        let folders = std::fs::read_dir(self.folder.path().join("worker/process")).unwrap();
+        folders.map(|entry| entry.unwrap().path()).filter(|path| is_sandbox(path)).collect()
+    }
+}
+
+fn is_sandbox(path: &Path) -> bool {
+    path.is_dir() && path.file_name().unwrap().to_str().unwrap().starts_with("sandbox-")
+}
+
+impl Drop for Grid {
+    fn drop(&mut self) {
+        self.server.abort();
+    }
+}
+
+pub struct Executor {
+    task: JoinHandle<Result<(), ExecutorError>>,
+    stop: watch::Sender<bool>,
+    runtime: Option<Runtime>,
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Executor {
+    /// As SIGTERM does.
+    pub async fn stop(self) {
+        self.ask_to_stop();
+        self.ended().await;
+    }
+
+    /// Asks it to stop, without waiting.
+    pub fn ask_to_stop(&self) {
+        self.stop.send(true).unwrap();
+    }
+
+    pub async fn ended(mut self) {
+        soon("the executor's end", &mut self.task).await.unwrap().unwrap();
+    }
+
+    /// Why it could not run.
+    pub async fn refused(mut self) -> String {
+        soon("a refusal", &mut self.task).await.unwrap().unwrap_err().to_string()
+    }
+
+    /// The nearest to SIGKILL inside one process: no code of it runs any more, and its lock is free.
+    pub async fn kill(mut self) {
+        let runtime = self.runtime.take().unwrap();
+        tokio::task::spawn_blocking(move || runtime.shutdown_timeout(PATIENCE))
+            .await
+            .unwrap();
+    }
+}
+
+/// One connection of the worker.
+pub struct Session {
+    pub hello: Hello,
+    incoming: Streaming<FromWorker>,
+    to_worker: Option<mpsc::Sender<Result<ToWorker, Status>>>,
+    /// Answer heartbeats.
+    pub heartbeats: bool,
+}
+
+/// What the worker has reported.
+#[derive(Debug, Default)]
+pub struct Told {
+    pub steps: Vec<StepRecord>,
+    pub results: Vec<(u64, TrialOutcome)>,
+    pub failures: Vec<(u64, i32, String)>,
+    pub destroyed: Vec<String>,
+    pub credits: u32,
+    pub reports: Vec<Report>,
+}
+
+impl Told {
+    pub fn outcome(&self) -> &TrialOutcome {
+        assert_eq!(self.results.len(), 1, "{:?}", self.failures);
+        &self.results[0].1
+    }
+
+    pub fn step_names(&self) -> Vec<&str> {
+        self.steps.iter().map(|step| step.step.as_str()).collect()
+    }
+
+    pub fn recorded(&self) -> Vec<RecordedStep> {
+        let record = |step: &StepRecord| RecordedStep {
+            step: step.step.clone(),
+            outcome: step.outcome,
+            result: step.result.clone(),
+        };
+        self.steps.iter().map(record).collect()
+    }
+
+    fn add(&mut self, report: Report) {
+        self.steps.extend(report.steps.iter().cloned());
+        self.results
+            .extend(report.results.iter().map(|result| (result.token, result.outcome.clone().unwrap())));
+        self.failures.extend(
+            report
+                .failures
+                .iter()
+                .map(|failure| (failure.token, failure.kind, failure.reason.clone())),
+        );
+        self.destroyed.extend(report.destroyed.iter().cloned());
+        self.credits += report.credits;
+        self.reports.push(report);
+    }
+}
+
+impl Session {
+    pub async fn welcome(&mut self, lease_ms: u64) {
+        self.send(to_worker::Message::Welcome(Welcome {
+            lease_ms,
+            heartbeat_ms: lease_ms / 5,
+        }))
+        .await;
+    }
+
+    pub async fn send(&mut self, message: to_worker::Message) {
+        let sender = self.to_worker.as_ref().unwrap();
+        sender.send(Ok(ToWorker { message: Some(message) })).await.unwrap();
+    }
+
+    pub async fn revoke(&mut self, token: u64) {
+        self.send(to_worker::Message::Revoke(Revoke {
+            token,
+            reason: "cancelled".into(),
+        }))
+        .await;
+    }
+
+    pub async fn destroy(&mut self, sandbox: &str) {
+        self.send(to_worker::Message::Destroy(Destroy { sandbox: sandbox.into() })).await;
+    }
+
+    pub async fn ack(&mut self, number: u64, stale: Vec<u64>) {
+        self.send(to_worker::Message::Ack(Ack { number, stale })).await;
+    }
+
+    /// The next report; answers heartbeats on the way. `None`: the worker has closed the stream.
+    pub async fn report(&mut self) -> Option<Report> {
+        soon("a report", self.next_report()).await
+    }
+
+    async fn next_report(&mut self) -> Option<Report> {
+        loop {
+            let message = self.incoming.message().await.ok()??.message.unwrap();
+            match message {
+                from_worker::Message::Heartbeat(beat) if self.heartbeats => {
+                    self.send(to_worker::Message::Heartbeat(HeartbeatReply { number: beat.number }))
+                        .await;
+                }
+                from_worker::Message::Heartbeat(_) => {}
+                from_worker::Message::Report(report) => return Some(report),
+                from_worker::Message::Hello(_) => panic!("a second Hello"),
+            }
+        }
+    }
+
+    /// Acknowledges reports until `enough`.
+    pub async fn until(&mut self, enough: impl Fn(&Told) -> bool) -> Told {
+        let mut told = Told::default();
+        while !enough(&told) {
+            let report = self.report().await.expect("the worker stays");
+            let number = report.number;
+            told.add(report);
+            self.ack(number, Vec::new()).await;
+        }
+        told
+    }
+
+    /// Listens, without acknowledging, until `enough`.
+    pub async fn overhear(&mut self, enough: impl Fn(&Told) -> bool) -> Told {
+        let mut told = Told::default();
+        while !enough(&told) {
+            told.add(self.report().await.expect("the worker stays"));
+        }
+        told
+    }
+
+    /// Waits until the worker closes the stream.
+    pub async fn closed(mut self) {
+        while self.report().await.is_some() {}
+    }
+}
+
+/// A start request with one case and one variant of the command harness. `case` and `profile` are merged in.
+pub fn request(run: &str, case: Value, profile: Value) -> Value {
+    let mut whole = serde_json::json!({
+        "suite": { "id": "s", "prompt": "Do {{what}}" },
+        "cases": [{ "id": "c", "variables": { "what": "it" } }],
+        "variants": [{ "harness": "command", "model": "m", "sandbox": "process", "profile": { "name": "p", "files": {}, "run": run } }],
+        "trials": 1,
+    });
+    for (target, more) in [("/cases/0", case), ("/variants/0/profile", profile)] {
+        let target = whole.pointer_mut(target).unwrap().as_object_mut().unwrap();
+        target.extend(more.as_object().unwrap().clone());
+    }
+    whole
+}
+
+/// Map of a few strings.
+pub fn strings(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
