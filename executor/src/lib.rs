@@ -17,6 +17,9 @@ mod trial;
 mod turns;
 mod worker;
 
+#[cfg(test)]
+mod fake;
+
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits, ProcessProvider, SandboxError, SandboxProvider};

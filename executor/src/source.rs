@@ -154,7 +154,8 @@ mod tests {
 
     #[test]
     fn what_may_be_cloned() {
-        fn check(url: &str, expected: Result<(&str, Option<(&str, &str)>), &str>) {
+        type Found<'a> = Result<(&'a str, Option<(&'a str, &'a str)>), &'a str>;
+        fn check(url: &str, expected: Found<'_>) {
             let parsed = Repository::parse(url, None);
             let found = parsed.as_ref().map(|repository| {
                 let credentials = repository

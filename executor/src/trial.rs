@@ -273,6 +273,10 @@ pub(crate) fn json(value: &impl Serialize) -> Bytes {
         .into()
 }
 
+#[expect(
+    clippy::disallowed_methods,
+    reason = "an I/O edge: deadlines told to agents, and how long a sandbox was used"
+)]
 pub(crate) fn now_ms() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -176,7 +176,7 @@ async fn reports_that_nobody_acknowledged_are_sent_again() {
     assert_eq!(after.reports[..before.reports.len()], before.reports, "the same ones, first");
     assert_eq!(after.step_names(), ["sandbox.create", "profile.home", "turn.1.agent", "check.0"]);
     assert_eq!(after.outcome().status(), TrialStatus::Passed);
-    assert_eq!(after.destroyed, [held.lease.sandbox.clone()]);
+    assert_eq!(after.destroyed, std::slice::from_ref(&held.lease.sandbox));
     executor.stop().await;
 }
 
@@ -234,7 +234,7 @@ async fn a_stale_token_makes_the_worker_stop_acting() {
     assert!(held.agent(&grid).exists(), "who may act decides what becomes of the agent");
     session.destroy(&held.lease.sandbox).await;
     let told = session.until(|told| !told.destroyed.is_empty()).await;
-    assert_eq!(told.destroyed, [held.lease.sandbox.clone()]);
+    assert_eq!(told.destroyed, std::slice::from_ref(&held.lease.sandbox));
     assert_eq!(grid.sandboxes().len(), 0);
     executor.stop().await;
 }

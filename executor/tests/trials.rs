@@ -15,7 +15,7 @@ async fn trial(request: &Value) -> (Grid, Told) {
     let sandbox = lease.sandbox.clone();
     let told = grid.trial(lease).await;
     assert_eq!(told.failures, []);
-    assert_eq!(told.destroyed, [sandbox.clone()]);
+    assert_eq!(told.destroyed, std::slice::from_ref(&sandbox));
     assert_eq!(told.outcome().sandbox_id, Some(sandbox));
     (grid, told)
 }
