@@ -28,6 +28,7 @@ const KILL_ROUND: Timespec = Timespec {
 
 /// Runs the init on the socket that is its stdin, until the supervisor hangs up. `most_processes`: a limit, where no control group sets it. Then the kernel kills the whole namespace.
 pub fn run(most_processes: Option<u64>) -> io::Result<()> {
+    sys::close_inherited()?;
     // The agent has the same user id: without this it could trace us, or open our descriptors in /proc.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     if most_processes.is_some() {

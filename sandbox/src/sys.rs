@@ -174,6 +174,16 @@ pub fn reap() -> Reaped {
     }
 }
 
+/// Closes everything but stdin, stdout and stderr: what whoever started the executor forgot to mark close-on-exec must not reach an agent.
+/// To be called before anything else is opened.
+pub fn close_inherited() -> io::Result<()> {
+    // SAFETY: at the start of a helper nothing in this process owns a descriptor from 3 on, so none is closed behind its owner's back.
+    match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Puts `/dev/null` on stdin, stdout and stderr.
 pub fn detach_stdio() -> io::Result<()> {
     use rustix::fs::{Mode, OFlags};

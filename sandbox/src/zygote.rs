@@ -12,6 +12,7 @@ use crate::{supervisor, sys};
 
 /// Serves in the folder `root` (its working folder too) on the socket `name`, until stdin, which the executor holds, ends.
 pub fn run(root: &Path, name: &str) -> io::Result<()> {
+    sys::close_inherited()?;
     // A Ctrl-C on the executor's terminal is the executor's to handle.
     rustix::process::setsid()?;
     sys::auto_reap_children(true);

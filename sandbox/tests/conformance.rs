@@ -111,6 +111,9 @@ async fn environment_arrives_unchanged(world: World) {
     assert_eq!(&lines[..2], [sandbox.workspace(), sandbox.home()], "{text}{}", stderr(&exit));
     assert_eq!(lines[2], "SigBlk:\t0000000000000000");
     assert!(!world.folder().join("workspace/pwned").exists());
+    // Nothing of ours is open: 3 is the folder that `ls` reads.
+    let exit = sandbox.run(&bash("open", "exec ls /proc/self/fd")).await.unwrap();
+    assert_eq!(stdout(&exit), "0\n1\n2\n3\n");
     assert!(world.folder().join("workspace/z").exists() && world.folder().join("home/y").exists());
     world.destroy().await;
 }
