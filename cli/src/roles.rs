@@ -84,7 +84,7 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
     let stopped = stop::on_signal()?;
     let listener = listen(options.grpc.grpc, "--grpc").await?;
     let address = local(&listener)?;
-    let scheduler = open(&options.data.data, &options.scheduler, "bubblewrap").await?;
+    let scheduler = open(&options.data.data, &options.scheduler, &["bubblewrap"]).await?;
     let data = absolute(&options.data.data);
     let mut text = format!("The scheduler runs.\n  gRPC  {}\n  data  {}\n", url(address), data.display());
     if let Some(key) = scheduler.first_key() {
@@ -156,12 +156,13 @@ impl All {
         policy: ProcessPolicy,
         isolated: bool,
     ) -> Result<All, Failure> {
-        let default = match (isolated, policy) {
-            (false, ProcessPolicy::On | ProcessPolicy::IfNoBubblewrap) => "process",
-            _ => "bubblewrap",
+        let providers: &[&str] = match (isolated, policy) {
+            (true, ProcessPolicy::On) => &["bubblewrap", "process"],
+            (true, _) => &["bubblewrap"],
+            (false, _) => &["process"],
         };
         let (grpc_url, http_url) = (url(local(&grpc)?), url(local(&http)?));
-        let opened = open(data, scheduler, default).await?;
+        let opened = open(data, scheduler, providers).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
         let executor = executor_options(data.join(WORK), grpc_url.clone(), token, executor, policy)?;
@@ -244,11 +245,11 @@ impl All {
     }
 }
 
-async fn open(data: &Path, flags: &options::SchedulerFlags, e2b: &str) -> Result<Scheduler, Failure> {
+async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) -> Result<Scheduler, Failure> {
     let options = SchedulerOptions {
         data: data.to_owned(),
         lease: flags.lease,
-        sandbox_map: sandbox_map(&flags.sandbox_map, e2b),
+        sandbox_map: sandbox_map(&flags.sandbox_map, providers),
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
     };
@@ -260,12 +261,11 @@ async fn open(data: &Path, flags: &options::SchedulerFlags, e2b: &str) -> Result
     Ok(scheduler)
 }
 
-/// Names that requests may use. A provider can always be asked for by its own name; `e2b` is what a request gets that names none.
-fn sandbox_map(given: &[(String, String)], e2b: &str) -> BTreeMap<String, String> {
-    let mut map = BTreeMap::from([
-        ("bubblewrap".to_owned(), "bubblewrap".to_owned()),
-        ("e2b".to_owned(), e2b.to_owned()),
-    ]);
+/// Names that requests may use: each provider's own, and `e2b`, which a request gets that names none and which the first provider runs.
+fn sandbox_map(given: &[(String, String)], providers: &[&str]) -> BTreeMap<String, String> {
+    let mut map: BTreeMap<String, String> =
+        providers.iter().map(|name| ((*name).to_owned(), (*name).to_owned())).collect();
+    map.extend(providers.first().map(|first| ("e2b".to_owned(), (*first).to_owned())));
     map.extend(given.iter().cloned());
     let providers: Vec<_> = map.values().cloned().collect();
     for provider in providers {
@@ -414,30 +414,24 @@ mod tests {
 
     #[test]
     fn providers_have_their_own_names() {
-        fn check(given: &[(&str, &str)], e2b: &str, expected: &[(&str, &str)]) {
+        fn check(given: &[(&str, &str)], providers: &[&str], expected: &[(&str, &str)]) {
             let own = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
                 pairs
                     .iter()
                     .map(|(name, provider)| ((*name).to_owned(), (*provider).to_owned()))
                     .collect()
             };
-            assert_eq!(sandbox_map(&own(given), e2b), own(expected).into_iter().collect());
+            assert_eq!(sandbox_map(&own(given), providers), own(expected).into_iter().collect());
         }
-        check(&[], "bubblewrap", &[("bubblewrap", "bubblewrap"), ("e2b", "bubblewrap")]);
-        check(
-            &[],
-            "process",
-            &[("bubblewrap", "bubblewrap"), ("e2b", "process"), ("process", "process")],
-        );
+        let bubblewrap = ("bubblewrap", "bubblewrap");
+        let process = ("process", "process");
+        check(&[], &["bubblewrap"], &[bubblewrap, ("e2b", "bubblewrap")]);
+        check(&[], &["process"], &[("e2b", "process"), process]);
+        check(&[], &["bubblewrap", "process"], &[bubblewrap, ("e2b", "bubblewrap"), process]);
         check(
             &[("e2b", "process"), ("modal", "bubblewrap")],
-            "bubblewrap",
-            &[
-                ("bubblewrap", "bubblewrap"),
-                ("e2b", "process"),
-                ("modal", "bubblewrap"),
-                ("process", "process"),
-            ],
+            &["bubblewrap"],
+            &[bubblewrap, ("e2b", "process"), ("modal", "bubblewrap"), process],
         );
     }
 

@@ -25,8 +25,7 @@ use evalgrid_proto::v1::{
 };
 use evalgrid_store::{Objects, StoredObjects};
 use tokio::{net::TcpListener, sync::watch};
-use tokio_stream::wrappers::TcpListenerStream;
-use tonic::transport::Server;
+use tonic::transport::{Server, server::TcpIncoming};
 
 pub use folder::FolderError;
 pub use recovery::{OpenError, RebuildError, RecoverySummary, rebuild_index};
@@ -191,7 +190,6 @@ impl Scheduler {
         let server = Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE))
             .http2_keepalive_timeout(Some(KEEP_ALIVE))
-            .tcp_nodelay(true)
             .add_service(health_service)
             .add_service(reflection)
             .add_service(
@@ -202,7 +200,7 @@ impl Scheduler {
             .add_service(AuthServer::new(clients))
             .add_service(AdminServer::new(admin))
             .add_service(WorkersServer::new(workers).max_decoding_message_size(MAX_WORKER_MESSAGE_BYTES))
-            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), async move {
+            .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), async move {
                 let _ = stop.wait_for(|stop| *stop).await;
             });
         // A graceful end waits for idle connections; a deadline behind it does not.

@@ -182,15 +182,15 @@ impl Server {
     pub fn executor(&self, name: &str) -> Process {
         let scheduler = format!("http://{}", self.grpc);
         let work = self.folder.join(name);
-        let token = self.data().join("worker-token");
+        let data = self.data();
         let mut arguments = vec![
             "executor",
             "--work",
             work.to_str().unwrap(),
             "--scheduler",
             &scheduler,
-            "--worker-token-file",
-            token.to_str().unwrap(),
+            "--data",
+            data.to_str().unwrap(),
         ];
         arguments.extend(self.executor.iter().map(String::as_str));
         self.start(&arguments)

@@ -424,17 +424,19 @@ impl Supervisor {
         if !layout::is_step_name(&request.step) {
             return Err(refused(format!("{:?} is not a name for a step", request.step)));
         }
+        // An end that is kept is told first: an executor that comes back after a crash asks for steps that have long ended, while a later
+        // one, whose start it does not know of either, still runs.
+        match self.layout.exit(&request.step) {
+            Ok(Some(exit)) => return Err(Reply::Exited(exit)),
+            Ok(None) => {}
+            Err(e) => return Err(refused(format!("read the end of {}: {e}", request.step))),
+        }
         if let Some(running) = &mut self.step {
             if running.name == request.step {
                 running.waiting.push(id);
                 return Ok(());
             }
             return Err(refused(format!("the step {} is still running", running.name)));
-        }
-        match self.layout.exit(&request.step) {
-            Ok(Some(exit)) => return Err(Reply::Exited(exit)),
-            Ok(None) => {}
-            Err(e) => return Err(refused(format!("read the end of {}: {e}", request.step))),
         }
         if let Some((_, pending)) = &self.pending {
             return Err(refused(format!("the step {} is about to start", pending.step)));
