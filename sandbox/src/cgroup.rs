@@ -267,6 +267,17 @@ impl Group {
         Ok(())
     }
 
+    /// Leaves the groups, if the calling process is in them, and removes them. Best effort: `destroy` does it too, but perhaps nobody calls it.
+    pub fn dissolve(&self) {
+        for folder in &self.folders {
+            if fs::remove_dir(folder).is_err()
+                && let Some(parent) = folder.parent()
+            {
+                let _ = fs::write(parent.join("cgroup.procs"), "0").and_then(|()| fs::remove_dir(folder));
+            }
+        }
+    }
+
     /// Whether the kernel killed something for memory since the last call.
     pub fn out_of_memory(&mut self) -> bool {
         let Some(text) = self.events.as_ref().and_then(read_at_start) else {

@@ -656,6 +656,7 @@ async fn lifetime_ends_a_sandbox(world: World) {
         "{attached:?}"
     );
     assert!(world.folder().join("workspace").exists());
+    assert_eq!(cgroups(&world.name).len(), 0);
     world.destroy().await;
 }
 

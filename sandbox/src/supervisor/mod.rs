@@ -225,6 +225,7 @@ impl Supervisor {
             if !closing.destroyed {
                 // First the reason, then the news.
                 fs::write(self.layout.ended(), &closing.reason)?;
+                self.group.dissolve();
             }
             let lost = Reply::Lost { reason: closing.reason };
             closing.lost.into_iter().for_each(|id| self.reply(id, &lost));
