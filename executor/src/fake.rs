@@ -56,6 +56,9 @@ impl SandboxProvider for FakeProvider {
     async fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
         Ok(Vec::new())
     }
+    fn share(&self, _: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
+        Ok(())
+    }
     async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
         self.destroyed.lock().unwrap().push(name.to_owned());
         Ok(())
@@ -69,6 +72,9 @@ impl Sandbox for FakeSandbox {
     }
     fn workspace(&self) -> &str {
         "/workspace"
+    }
+    fn shared(&self) -> &str {
+        "/run/evalgrid/shared/current"
     }
     async fn write_files(&self, _: Base, _: &[(String, Vec<u8>)], _: bool) -> Result<(), SandboxError> {
         Ok(())

@@ -22,9 +22,9 @@ pub const ZSH_FOLDER: &str = ".sphynx/zsh";
 /// Bytes of the log that are read after a turn. One shell stops at 20,000 commands, but there may be many shells.
 pub const LOG_LIMIT: u64 = 8 << 20;
 
-/// The start files. Those of zsh beyond `.zshenv` only lead to the person's own, which `ZDOTDIR` would hide.
+/// The start files. Few, because creating files is most of what a trial costs us.
 pub fn home_files() -> Vec<HomeFile> {
-    let mut files = vec![
+    vec![
         HomeFile {
             path: BASH_START.into(),
             content: include_bytes!("recorder/trace.sh").to_vec(),
@@ -33,15 +33,7 @@ pub fn home_files() -> Vec<HomeFile> {
             path: format!("{ZSH_FOLDER}/.zshenv"),
             content: include_bytes!("recorder/zshenv.zsh").to_vec(),
         },
-    ];
-    for name in [".zprofile", ".zshrc", ".zlogin"] {
-        let content = format!("if [[ -r $HOME/{name} ]]; then source $HOME/{name}; fi\n");
-        files.push(HomeFile {
-            path: format!("{ZSH_FOLDER}/{name}"),
-            content: content.into_bytes(),
-        });
-    }
-    files
+    ]
 }
 
 /// A command that a shell was about to run.

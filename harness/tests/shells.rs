@@ -176,6 +176,9 @@ fn zsh_is_seen_too() {
     assert_eq!(ran.traced[1..], ["set -eu", "echo \"a\nb\"", "true"]);
     let ran = run("echo 'echo own' > $HOME/.zshenv; zsh -c 'echo \"q\\\"\\\\\"'", &[]);
     assert_eq!(ran.stdout, "own\nq\"\\\n");
+    let ran = run("echo 'echo profile' > $HOME/.zprofile; zsh -lc 'echo login'", &[]);
+    assert_eq!(ran.stdout, "profile\nlogin\n");
+    assert_eq!(ran.traced.last().map(String::as_str), Some("echo login"));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 # Read by every zsh of an agent (ZDOTDIR): the person's own start file first, then one JSON line per command to $SPHYNX_TRACE_LOG.
 if [[ -r ${HOME-}/.zshenv ]]; then source "$HOME/.zshenv"; fi
+# Login and interactive shells read more start files: the person's own ones.
+if [[ -o login || -o interactive ]]; then ZDOTDIR=${HOME-}; fi
 if [[ -n ${SPHYNX_TRACE_LOG-} && ! -o interactive ]]; then
   zmodload zsh/datetime 2>/dev/null
   typeset -gi __sphynx_left=20000 # commands that one shell records; a loop must not fill the disk
