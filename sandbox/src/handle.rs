@@ -24,10 +24,16 @@ pub struct Handle {
     name: String,
     token: u64,
     layout: Layout,
-    home: String,
-    workspace: String,
+    inside: Inside,
     /// A connection that is not in use.
     idle: Mutex<Option<Client>>,
+}
+
+/// Paths as processes inside see them.
+pub struct Inside {
+    pub home: String,
+    pub workspace: String,
+    pub shared: String,
 }
 
 /// What talking to a supervisor came to.
@@ -38,20 +44,12 @@ enum Answer {
 }
 
 impl Handle {
-    pub fn new(name: &str, token: u64, layout: Layout, inside: Option<(&str, &str)>, client: Client) -> Self {
-        let (home, workspace) = match inside {
-            Some((home, workspace)) => (home.to_owned(), workspace.to_owned()),
-            None => (
-                layout.home().to_string_lossy().into_owned(),
-                layout.workspace().to_string_lossy().into_owned(),
-            ),
-        };
+    pub fn new(name: &str, token: u64, layout: Layout, inside: Inside, client: Client) -> Self {
         Self {
             name: name.to_owned(),
             token,
             layout,
-            home,
-            workspace,
+            inside,
             idle: Mutex::new(Some(client)),
         }
     }
@@ -229,11 +227,15 @@ fn check_command(command: &StepCommand) -> Result<(), String> {
 #[async_trait]
 impl Sandbox for Handle {
     fn home(&self) -> &str {
-        &self.home
+        &self.inside.home
     }
 
     fn workspace(&self) -> &str {
-        &self.workspace
+        &self.inside.workspace
+    }
+
+    fn shared(&self) -> &str {
+        &self.inside.shared
     }
 
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError> {

@@ -24,6 +24,8 @@ const DESCRIPTORS: usize = 2;
 pub const INIT_PATH: &str = "/run/evalgrid/init";
 /// The home folder inside.
 pub const HOME: &str = "/home/agent";
+/// The shared folder inside; what is shared is below its link.
+pub const SHARE: &str = "/run/evalgrid/shared";
 /// The workspace inside.
 pub const WORKSPACE: &str = "/workspace";
 

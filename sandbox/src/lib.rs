@@ -21,6 +21,7 @@ mod inner_protocol;
 mod layout;
 mod protocol;
 mod provider;
+mod share;
 mod supervisor;
 mod sys;
 mod zygote;
@@ -158,6 +159,9 @@ pub trait SandboxProvider: Send + Sync {
     async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError>;
     /// Names of all sandboxes that left anything behind on this host.
     async fn list(&self) -> Result<Vec<SandboxName>, SandboxError>;
+    /// Makes `files` (relative paths and their bytes) the read-only files that all sandboxes see at [`Sandbox::shared`], those that live already
+    /// too, in place of what was there. Files have mode 0444, folders 0555. Blocks for as long as writing them takes.
+    fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError>;
     /// Kills everything inside and removes it. Fine when already gone. On `Ok` nothing of it is left.
     async fn destroy(&self, name: &str) -> Result<(), SandboxError>;
 }
@@ -169,6 +173,8 @@ pub trait Sandbox: Send + Sync {
     fn home(&self) -> &str;
     /// Absolute path of the workspace as processes inside see it.
     fn workspace(&self) -> &str;
+    /// Absolute path of the files of [`SandboxProvider::share`] as processes inside see it. It is there from the first call of that on.
+    fn shared(&self) -> &str;
     /// Writes text files below `base`, making folders; never follows a symlink out of `base`. Mode 0644 (0600 if `private`), folders 0755.
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError>;
     /// At most `limit` bytes of a file below `base`; `None` if there is no such regular file. Never follows a symlink out of `base`.

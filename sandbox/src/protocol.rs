@@ -58,6 +58,8 @@ pub struct Bubblewrap {
     pub executable: PathBuf,
     /// The folder that is `/etc` inside.
     pub etc: PathBuf,
+    /// The shared folder.
+    pub share: PathBuf,
     /// Shares the host's network.
     pub network: bool,
 }

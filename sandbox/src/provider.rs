@@ -20,11 +20,12 @@ use crate::{
     Enforcement, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, cgroup,
     client::Client,
     destroy, etc,
-    handle::{self, Handle},
+    handle::{self, Handle, Inside},
     helpers,
-    inner_protocol::{HOME, WORKSPACE},
+    inner_protocol::{HOME, SHARE, WORKSPACE},
     layout::{self, Layout},
     protocol::{Backend, Bubblewrap, Create, Reply, Request},
+    share,
 };
 
 /// Forking takes a millisecond, bubblewrap 30; a machine under full load takes seconds.
@@ -98,6 +99,7 @@ impl BubblewrapProvider {
                 program,
                 executable: executable.to_owned(),
                 etc,
+                share: share::folder(root),
                 network: options.network,
             }))
         };
@@ -167,6 +169,10 @@ impl SandboxProvider for ProcessProvider {
         self.core.list()
     }
 
+    fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
+        self.core.share(files)
+    }
+
     async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
         self.core.destroy(name).await
     }
@@ -188,6 +194,10 @@ impl SandboxProvider for BubblewrapProvider {
 
     async fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
         self.core.list()
+    }
+
+    fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
+        self.core.share(files)
     }
 
     async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
@@ -225,6 +235,7 @@ impl Core {
         let prepare = || -> io::Result<(PathBuf, PathBuf, String, Backend)> {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
             let root = root.canonicalize()?;
+            share::prepare(&root)?;
             let executable = executable.map_or_else(std::env::current_exe, Ok)?.canonicalize()?;
             let backend = backend(&root, &executable)?;
             Ok((root, executable, layout::boot_id()?, backend))
@@ -255,7 +266,19 @@ impl Core {
     }
 
     fn handle(&self, name: &str, token: u64, layout: Layout, client: Client) -> Box<dyn Sandbox> {
-        let inside = matches!(self.backend, Backend::Bubblewrap(_)).then_some((HOME, WORKSPACE));
+        let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        let inside = match &self.backend {
+            Backend::Process { .. } => Inside {
+                home: text(layout.home()),
+                workspace: text(layout.workspace()),
+                shared: text(share::folder(&self.root).join(share::CURRENT)),
+            },
+            Backend::Bubblewrap(_) => Inside {
+                home: HOME.to_owned(),
+                workspace: WORKSPACE.to_owned(),
+                shared: format!("{SHARE}/{}", share::CURRENT),
+            },
+        };
         Box::new(Handle::new(name, token, layout, inside, client))
     }
 
@@ -378,6 +401,13 @@ impl Core {
             Ok(Err(e)) => Err(handle::lost(name, &layout, &e)),
             Err(_) => Err(failed(format!("no answer within {ATTACH_PATIENCE:?}"))),
         }
+    }
+
+    fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
+        share::replace(&self.root, files).map_err(|e| SandboxError::Operation {
+            operation: "share files with all sandboxes".to_owned(),
+            reason: e.to_string(),
+        })
     }
 
     fn layout(&self, name: &str) -> Result<Layout, SandboxError> {

@@ -51,6 +51,7 @@ conformance! {
     a_dead_supervisor_is_lost_and_its_finished_steps_are_not
     files_go_in_and_out
     symlinks_lead_nowhere
+    shared_files_are_read_only_and_replaced_as_a_whole
     destroy_leaves_nothing
     destroy_of_half_made_and_rebooted_sandboxes
     lifetime_ends_a_sandbox
@@ -574,6 +575,39 @@ async fn symlinks_lead_nowhere(world: World) {
     assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
     world.destroy().await;
     assert!(outside.join("file").exists());
+}
+
+async fn shared_files_are_read_only_and_replaced_as_a_whole(world: World) {
+    let files = |text: &str, names: &[&str]| -> Vec<(String, Vec<u8>)> {
+        names.iter().map(|name| ((*name).to_owned(), text.as_bytes().to_vec())).collect()
+    };
+    // Before anything is shared.
+    let early = world.create().await;
+    let folder = early.shared().to_owned();
+    let look = format!("cd -P {folder} || exit 9; grep -r . . | sort; find . -printf '%m %P\n' | sort -k2");
+    assert_ne!(early.run(&bash("nothing", &look)).await.unwrap().code, 0);
+    world.provider.share(&files("one", &["a", "deep/er/b"])).unwrap();
+    let first = "./a:one\n./deep/er/b:one\n555 \n444 a\n555 deep\n555 deep/er\n444 deep/er/b\n";
+    assert_eq!(stdout(&early.run(&bash("one", &look)).await.unwrap()), first);
+    // Refused as a whole, and what was there stays.
+    for bad in ["", "/abs", "../up", "a"] {
+        let result = world.provider.share(&files("bad", &["a", bad]));
+        assert!(matches!(result, Err(SandboxError::Operation { .. })), "{bad}");
+    }
+    assert_eq!(stdout(&early.run(&bash("still.one", &look)).await.unwrap()), first);
+    // Replaced for the living and the coming, by another executor too.
+    let second = (world.make)(world.root.path());
+    second.share(&files("two", &["c"])).unwrap();
+    let spec = SandboxSpec {
+        name: format!("{}-late", world.name),
+        ..world.spec()
+    };
+    let late = second.create(&spec).await.unwrap();
+    for sandbox in [&early, &late] {
+        assert_eq!(stdout(&sandbox.run(&bash("two", &look)).await.unwrap()), "./c:two\n555 \n444 c\n");
+    }
+    second.destroy(&spec.name).await.unwrap();
+    world.destroy().await;
 }
 
 async fn destroy_leaves_nothing(world: World) {

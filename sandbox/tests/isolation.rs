@@ -160,3 +160,17 @@ async fn a_killed_zygote_is_replaced_and_supervisors_do_not_mind() {
     world.provider.destroy("second").await.unwrap();
     world.destroy().await;
 }
+
+#[tokio::test]
+async fn shared_files_cannot_be_changed_from_inside() {
+    let world = World::new(make_bubblewrap, "shared");
+    world.provider.share(&[("tool".to_owned(), b"text".to_vec())]).unwrap();
+    let sandbox = world.create().await;
+    let folder = sandbox.shared();
+    let script = format!(
+        "cd {folder}; (chmod 777 . tool; echo x > tool; rm -f tool ../current; : > new; ln -sfn /etc ../current; : > ../new) 2>/dev/null; cat {folder}/*; ls {folder} {folder}/.."
+    );
+    let exit = sandbox.run(&bash("change", &script)).await.unwrap();
+    assert_eq!(stdout(&exit), format!("text{folder}:\ntool\n\n{folder}/..:\na\ncurrent\n"));
+    world.destroy().await;
+}
