@@ -169,10 +169,10 @@ async fn what_leaves_a_trial_void() {
         3,
     )
     .await;
-    let files = json!({ "source": { "kind": "files", "files": { "a": "", "a/b": "" } }, "verify": "true" });
-    let (_, told) = trial(&request("true", files, json!({}))).await;
+    let files = json!({ "source": { "kind": "files", "files": { "a": "" } }, "verify": "true" });
+    let (_, told) = trial(&request("true", files, json!({ "files": { "workspace/a/b": "" } }))).await;
     assert!(
-        void(told.outcome()).0.starts_with("The source's files could not be written: "),
+        void(told.outcome()).0.starts_with("The profile's files could not be written: "),
         "{:?}",
         told.outcome().failure
     );
