@@ -59,6 +59,12 @@ impl Client {
         Ok(serde_json::from_slice(&body)?)
     }
 
+    /// Waits until the other side is gone.
+    pub async fn closed(&mut self) {
+        let mut rest = [0; 64];
+        while self.stream.read(&mut rest).await.is_ok_and(|n| n > 0) {}
+    }
+
     /// One request and its reply.
     pub async fn ask(&mut self, request: &Request) -> io::Result<Reply> {
         self.send(request).await?;

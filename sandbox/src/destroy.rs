@@ -11,7 +11,8 @@ use rustix::process::{Pid, Signal};
 
 use crate::{
     cgroup,
-    layout::{self, Layout, Meta},
+    journal::{Content, Meta},
+    layout::{self, Layout},
 };
 
 /// How long a supervisor that does not answer any more may take to die after SIGKILL.
@@ -20,14 +21,13 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 const STRAY_ROUNDS: usize = 200;
 
 /// Removes everything of a sandbox. `orderly`: its supervisor has just said that all is dead and that it will exit. Blocks.
-pub fn remove(layout: &Layout, orderly: bool) -> io::Result<()> {
-    // Half-made sandboxes have no meta; then nothing was started either.
-    let meta: Option<Meta> = layout::read_json(&layout.meta())?;
-    if let Some(meta) = meta
-        && meta.boot_id == layout::boot_id()?
+pub fn remove(layout: &Layout, boot_id: &str, orderly: bool) -> io::Result<()> {
+    let journal = Content::read(&layout.journal())?;
+    if let Some(meta) = journal.meta
+        && meta.boot_id == boot_id
     {
         // One that has written down why it ended had killed everybody before.
-        let orderly = orderly || layout.ended().exists();
+        let orderly = orderly || journal.ended.is_some();
         let lock = wait_for_supervisor(layout, &meta, orderly)?;
         if !orderly {
             kill_strays(&layout.folder)?;
@@ -35,7 +35,14 @@ pub fn remove(layout: &Layout, orderly: bool) -> io::Result<()> {
         cgroup::remove(&meta.cgroups)?;
         drop(lock);
     }
-    layout::remove_tree(&layout.folder)
+    // The usual case, without looking first: nothing but what we made is left.
+    for folder in [layout.home(), layout.workspace(), layout.tmp()] {
+        let _ = fs::remove_dir(folder);
+    }
+    for file in [layout.control(), layout.journal()] {
+        let _ = fs::remove_file(file);
+    }
+    fs::remove_dir(&layout.folder).or_else(|_| layout::remove_tree(&layout.folder))
 }
 
 /// Returns when the supervisor is dead, if need be by killing it.
@@ -44,7 +51,7 @@ fn wait_for_supervisor(layout: &Layout, meta: &Meta, orderly: bool) -> io::Resul
     let mut pause = Duration::from_micros(100);
     let mut killed = false;
     loop {
-        if let Some(lock) = layout::try_lock(&layout.run())? {
+        if let Some(lock) = layout::try_lock(&layout.folder)? {
             return Ok(lock);
         }
         if Instant::now() > patience {

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use crate::{
     Base, Sandbox, SandboxError, StepCommand, StepExit, StepOutput,
     client::Client,
-    files,
+    files, journal,
     layout::{self, Layout},
     protocol::{ExitRecord, Reply, Request},
 };
@@ -68,7 +68,7 @@ impl Handle {
         loop {
             let mut client = match self.take_idle() {
                 Some(client) => client,
-                None => match Client::connect(&self.layout.run(), "control").await {
+                None => match Client::connect(&self.layout.folder, "control").await {
                     Ok(client) => client,
                     Err(e) => return Answer::Gone(e),
                 },
@@ -143,10 +143,10 @@ impl Handle {
 
 /// Says why there is no supervisor.
 pub fn lost(name: &str, layout: &Layout, error: &io::Error) -> SandboxError {
-    let reason = match std::fs::read_to_string(layout.ended()) {
-        Ok(reason) => reason,
-        Err(_) if !layout.folder.exists() => "there is no such sandbox on this host".to_owned(),
-        Err(_) => format!("its supervisor does not answer: {error}"),
+    let reason = match journal::Content::read(&layout.journal()).map(|j| j.ended) {
+        Ok(Some(reason)) => reason,
+        _ if !layout.folder.exists() => "there is no such sandbox on this host".to_owned(),
+        _ => format!("its supervisor does not answer: {error}"),
     };
     SandboxError::Lost {
         name: name.to_owned(),
@@ -174,7 +174,10 @@ pub fn step_exit(layout: &Layout, step: &str, record: ExitRecord) -> Result<Step
             reason,
         });
     }
-    let folder = layout.step(step);
+    let path = |kind, written| {
+        if written { layout.output(step, kind) } else { "/dev/null".into() }
+    };
+    let has_stdout = record.stdout_bytes > 0;
     Ok(StepExit {
         code: record.code,
         timed_out: record.timed_out,
@@ -182,11 +185,11 @@ pub fn step_exit(layout: &Layout, step: &str, record: ExitRecord) -> Result<Step
         started_at_ms: record.started_at_ms,
         finished_at_ms: record.finished_at_ms,
         output: StepOutput {
-            stdout: folder.join("stdout"),
-            stdout_tail: record.stdout_tail.then(|| folder.join("stdout.tail")),
+            stdout: path("stdout", has_stdout),
+            stdout_tail: record.stdout_tail.then(|| path("stdout.tail", true)),
             stdout_bytes: record.stdout_bytes,
-            stdout_times: folder.join("stdout.times"),
-            stderr: folder.join("stderr"),
+            stdout_times: path("stdout.times", has_stdout),
+            stderr: path("stderr", record.stderr_bytes > 0),
         },
     })
 }
@@ -288,7 +291,7 @@ impl Sandbox for Handle {
             Answer::Reply(Reply::Exited(record)) => self.exit(&command.step, record),
             Answer::Reply(other) => Err(self.error(&operation, other)),
             // What is finished can be read without a supervisor.
-            Answer::Gone(e) => match self.layout.exit(&command.step) {
+            Answer::Gone(e) => match journal::Content::read(&self.layout.journal()).map(|mut j| j.exits.remove(&command.step)) {
                 Ok(Some(record)) => self.exit(&command.step, record),
                 _ => Err(self.gone(&e)),
             },

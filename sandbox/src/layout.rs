@@ -1,38 +1,18 @@
-//! The files of a sandbox on the host: `<root>/<name>/{home,workspace,tmp}` for the agent and `<root>/<name>/run` for us.
+//! The files of a sandbox on the host: `<root>/<name>/{home,workspace,tmp}` for the agent, beside them ours.
 //!
 //! As few as can be: where thousands of files come and go, ext4 skips over each one that was deleted lately, and that is most of their cost.
-//! So the lock is on the folder itself, a step's folder says that it was started, and the end of a sandbox is only written down if it was
-//! not asked for.
+//! So the lock is on the folder itself, one journal holds all that is known, and an output has a file from its first byte on.
 //!
 //! Nothing here is synced: after a power cut the boot id differs, and whatever the files say, the sandbox is gone.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io,
-    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
 use rustix::fs::FlockOperation;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
-
-use crate::protocol::ExitRecord;
-
-/// Who supervises a sandbox, and what was made for it outside its folder.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Meta {
-    pub name: String,
-    pub provider: String,
-    /// The supervisor's process id on this host: means something only while the lock is held, under this boot id.
-    pub supervisor: u32,
-    pub boot_id: String,
-    pub created_at_ms: u64,
-    pub lifetime_ms: u64,
-    /// The highest fencing token seen.
-    pub token: u64,
-    /// The control groups that were, or were about to be, made.
-    pub cgroups: Vec<PathBuf>,
-}
 
 /// Whether `name` is `[a-z0-9_-]{1,80}`: such a name is one harmless path component and never one of ours, which start with a dot.
 pub fn is_sandbox_name(name: &str) -> bool {
@@ -72,67 +52,43 @@ impl Layout {
         self.folder.join("tmp")
     }
 
-    pub fn run(&self) -> PathBuf {
-        self.folder.join("run")
+    pub fn journal(&self) -> PathBuf {
+        self.folder.join("journal")
     }
 
-    pub fn meta(&self) -> PathBuf {
-        self.run().join("meta.json")
+    /// The supervisor's socket.
+    pub fn control(&self) -> PathBuf {
+        self.folder.join("control")
     }
 
     /// What a supervisor that broke had to say; usually not there.
     pub fn log(&self) -> PathBuf {
-        self.run().join("supervisor.log")
+        self.folder.join("supervisor.log")
     }
 
-    /// Why the supervisor ended, where it was not destroyed.
-    pub fn ended(&self) -> PathBuf {
-        self.run().join("ended")
-    }
-
-    pub fn steps(&self) -> PathBuf {
-        self.run().join("steps")
-    }
-
-    pub fn step(&self, step: &str) -> PathBuf {
-        self.steps().join(step)
-    }
-
-    /// The end of a step, if it has one.
-    pub fn exit(&self, step: &str) -> io::Result<Option<ExitRecord>> {
-        read_json(&self.step(step).join("exit.json"))
+    /// A file of a step's output.
+    pub fn output(&self, step: &str, kind: &str) -> PathBuf {
+        self.folder.join(format!("{step}.{kind}"))
     }
 }
 
-/// Reads a JSON file; `None` if it is not there.
-pub fn read_json<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
-        Err(e) => Err(e),
-    }
-}
-
-/// Writes a JSON file so that it is there whole or not at all.
-pub fn write_json<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
-    let temporary = path.with_extension("tmp");
-    fs::write(&temporary, serde_json::to_vec(value)?)?;
-    fs::rename(&temporary, path)
-}
-
-/// A new private file to append to.
-pub fn create_private(path: &Path) -> io::Result<File> {
-    OpenOptions::new().append(true).create(true).mode(0o600).open(path)
-}
-
-/// Takes the lock on the `run` folder that a supervisor holds while it lives. `None`: somebody holds it.
-pub fn try_lock(run: &Path) -> io::Result<Option<File>> {
-    let folder = File::open(run)?;
+/// Takes the lock on the folder that a supervisor holds while it lives. `None`: somebody holds it.
+pub fn try_lock(folder: &Path) -> io::Result<Option<File>> {
+    let folder = File::open(folder)?;
     match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Some(folder)),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
         Err(e) => Err(e.into()),
     }
+}
+
+/// Asks ext4 to put the folders made in this one far from each other, with what they hold, as it does for those of its own root. Else all
+/// sandboxes share a few block groups, where every new file is searched for among all that were deleted in the last seconds.
+pub fn spread(root: &Path) {
+    use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+    // Best effort: other file systems neither know this nor need it.
+    let Ok(folder) = File::open(root) else { return };
+    let _ = ioctl_getflags(&folder).and_then(|flags| ioctl_setflags(&folder, flags | IFlags::TOPDIR));
 }
 
 /// Identifies this run of the machine's kernel.

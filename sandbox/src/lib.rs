@@ -1,6 +1,6 @@
 //! Sandbox providers and the supervisor that outlives the executor.
 //!
-//! A *sandbox* is a folder (`home`, `workspace`, and a private `run`) plus one small supervisor process. The supervisor starts each step at
+//! A *sandbox* is a folder (`home`, `workspace`, a journal and outputs) plus one small supervisor process. The supervisor starts each step at
 //! most once, keeps its output and exit status where the agent cannot write, kills the tree at the deadline, and goes on when the executor
 //! dies. An executor creates a sandbox or attaches to one, starts steps, waits for them, and destroys it.
 
@@ -18,6 +18,7 @@ mod handle;
 mod helpers;
 mod init;
 mod inner_protocol;
+mod journal;
 mod layout;
 mod protocol;
 mod provider;
@@ -89,7 +90,7 @@ pub struct StepExit {
     pub output: StepOutput,
 }
 
-/// The captured output of a step.
+/// The captured output of a step. All paths can be read; they are `/dev/null` where nothing was written, for which no file is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepOutput {
     /// At most [`STDOUT_HEAD_LIMIT`] bytes from the start.

@@ -102,7 +102,7 @@ pub enum Reply {
     Refused { reason: String },
 }
 
-/// `exit.json`: everything about a finished step but where its files are.
+/// Everything about a finished step but where its files are.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ExitRecord {
     pub code: i32,
@@ -112,6 +112,8 @@ pub struct ExitRecord {
     pub finished_at_ms: u64,
     pub stdout_bytes: u64,
     pub stdout_tail: bool,
+    /// What was kept of it.
+    pub stderr_bytes: u64,
     /// Why some output could not be kept (a full disk), where that happened.
     pub output_error: Option<String>,
 }

@@ -23,6 +23,7 @@ use crate::{
     handle::{self, Handle, Inside},
     helpers,
     inner_protocol::{HOME, SHARE, WORKSPACE},
+    journal,
     layout::{self, Layout},
     protocol::{Backend, Bubblewrap, Create, Reply, Request},
     share,
@@ -236,6 +237,7 @@ impl Core {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
             let root = root.canonicalize()?;
             share::prepare(&root)?;
+            layout::spread(&root);
             let executable = executable.map_or_else(std::env::current_exe, Ok)?.canonicalize()?;
             let backend = backend(&root, &executable)?;
             Ok((root, executable, layout::boot_id()?, backend))
@@ -386,7 +388,7 @@ impl Core {
 
     async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError> {
         let layout = self.layout(name)?;
-        let mut client = Client::connect(&layout.run(), "control")
+        let mut client = Client::connect(&layout.folder, "control")
             .await
             .map_err(|e| handle::lost(name, &layout, &e))?;
         let answer = tokio::time::timeout(ATTACH_PATIENCE, client.ask(&Request::Hello { token })).await;
@@ -444,11 +446,17 @@ impl Core {
             return Ok(());
         }
         // No supervisor, or one that hangs: `remove` sees to that.
-        let asked = async { Client::connect(&layout.run(), "control").await?.ask(&Request::Destroy).await };
+        let asked = async {
+            let mut client = Client::connect(&layout.folder, "control").await?;
+            let reply = client.ask(&Request::Destroy).await?;
+            // It exits now.
+            client.closed().await;
+            io::Result::Ok(reply)
+        };
         let orderly = matches!(tokio::time::timeout(DESTROY_PATIENCE, asked).await, Ok(Ok(Reply::Done)));
-        let name = name.to_owned();
+        let (name, boot_id) = (name.to_owned(), self.boot_id.clone());
         handle::on_blocking_thread(move || {
-            destroy::remove(&layout, orderly).map_err(|e| SandboxError::Operation {
+            destroy::remove(&layout, &boot_id, orderly).map_err(|e| SandboxError::Operation {
                 operation: format!("destroy the sandbox {name}"),
                 reason: e.to_string(),
             })
@@ -461,8 +469,8 @@ impl Core {
         if !layout::is_step_name(step) {
             return Ok(None);
         }
-        match layout.exit(step) {
-            Ok(record) => record.map(|r| handle::step_exit(&layout, step, r)).transpose(),
+        match journal::Content::read(&layout.journal()) {
+            Ok(mut journal) => journal.exits.remove(step).map(|r| handle::step_exit(&layout, step, r)).transpose(),
             Err(e) => Err(SandboxError::Operation {
                 operation: format!("read the end of {step}"),
                 reason: e.to_string(),

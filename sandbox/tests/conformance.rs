@@ -443,8 +443,8 @@ async fn another_executor_takes_over(world: World) {
     fs::write(root.path().join(second.name()).join(&name).join("workspace/go"), "").unwrap();
     let exit = taken.run(&step).await.unwrap();
     assert_eq!((exit.code, stdout(&exit)), (7, fs::read_to_string(pid).unwrap()));
-    let meta = fs::read_to_string(root.path().join(second.name()).join(&name).join("run/meta.json")).unwrap();
-    assert!(meta.contains("\"token\":9"), "{meta}");
+    let meta = fs::read_to_string(root.path().join(second.name()).join(&name).join("journal")).unwrap();
+    assert!(meta.contains("{\"Token\":9}"), "{meta}");
     second.destroy(&name).await.unwrap();
     assert!(matches!(taken.run(&bash("late", "true")).await, Err(SandboxError::Lost { .. })));
 }
@@ -628,7 +628,7 @@ async fn destroy_leaves_nothing(world: World) {
     let step = bash("running", ": > /tmp/x; sleep 1000");
     let (lost, ()) = tokio::join!(sandbox.run(&step), async {
         until("the step runs", || {
-            world.folder().join("tmp/x").exists() || world.folder().join("run/steps/running/stdout").exists()
+            fs::read_to_string(world.folder().join("journal")).is_ok_and(|j| j.contains("{\"Started\":\"running\"}"))
         })
         .await;
         world.destroy().await;
@@ -645,14 +645,14 @@ async fn destroy_leaves_nothing(world: World) {
 async fn destroy_of_half_made_and_rebooted_sandboxes(world: World) {
     let root = world.root.path().join(world.provider.name());
     fs::create_dir_all(root.join("only-folder")).unwrap();
-    fs::create_dir_all(root.join("no-meta/run/steps")).unwrap();
+    fs::create_dir_all(root.join("no-meta/some/more")).unwrap();
     // From before a reboot: its ids mean nothing now, this test's own process among them.
-    fs::create_dir_all(root.join("rebooted/run")).unwrap();
+    fs::create_dir_all(root.join("rebooted")).unwrap();
     let meta = serde_json::json!({
         "name": "rebooted", "provider": world.provider.name(), "supervisor": std::process::id(), "boot_id": "another", "created_at_ms": 1,
         "lifetime_ms": 1, "token": 1, "cgroups": ["/sys/fs/cgroup/pids/evalgrid-never"],
     });
-    fs::write(root.join("rebooted/run/meta.json"), meta.to_string()).unwrap();
+    fs::write(root.join("rebooted/journal"), format!("{}\n", serde_json::json!({ "Made": meta }))).unwrap();
     assert_eq!(world.provider.list().await.unwrap(), ["no-meta", "only-folder", "rebooted"]);
     for name in ["only-folder", "no-meta", "rebooted"] {
         assert!(matches!(world.provider.attach(name, 1).await, Err(SandboxError::Lost { .. })));

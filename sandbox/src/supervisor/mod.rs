@@ -27,7 +27,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     cgroup::Group,
-    layout::{self, Layout, Meta},
+    journal::{Journal, Meta, Record},
+    layout::{self, Layout},
     protocol::{self, Create, ExitRecord, Reply, Request},
     sys,
 };
@@ -71,7 +72,9 @@ pub fn run(root: &Path, mut first: UnixStream) -> io::Result<()> {
 
 struct Supervisor {
     layout: Layout,
-    meta: Meta,
+    journal: Journal,
+    /// The highest fencing token seen.
+    token: u64,
     /// Held while this process lives.
     _lock: fs::File,
     signals: OwnedFd,
@@ -157,8 +160,7 @@ impl Supervisor {
     }
 
     fn create_inside(create: Create, layout: Layout, folder: impl Fn(&Path, u32) -> io::Result<()>) -> io::Result<Self> {
-        folder(&layout.run(), 0o700)?;
-        let lock = layout::try_lock(&layout.run())?.ok_or_else(|| io::Error::other("somebody else holds the lock"))?;
+        let lock = layout::try_lock(&layout.folder)?.ok_or_else(|| io::Error::other("somebody else holds the lock"))?;
         sys::detach_stdio()?;
         let log = layout.log();
         std::panic::set_hook(Box::new(move |panic| drop(fs::write(&log, panic.to_string()))));
@@ -173,13 +175,13 @@ impl Supervisor {
             token: create.token,
             cgroups: create.cgroups.folders(&create.name),
         };
-        layout::write_json(&layout.meta(), &meta)?;
+        let mut journal = Journal::create(&layout.journal())?;
+        journal.append(Record::Made(meta))?;
         for path in [layout.home(), layout.workspace(), layout.tmp()] {
             folder(&path, 0o755)?;
         }
-        folder(&layout.steps(), 0o700)?;
         // The path of a socket may be 108 bytes long; a relative one always fits.
-        std::env::set_current_dir(layout.run())?;
+        std::env::set_current_dir(&layout.folder)?;
         let signals = sys::signal_descriptor()?;
         let group = Group::create(&create.cgroups, &create.name, create.limits())?;
         let backend = Backend::start(
@@ -192,7 +194,8 @@ impl Supervisor {
         listener.set_nonblocking(true)?;
         Ok(Self {
             layout,
-            meta,
+            journal,
+            token: create.token,
             _lock: lock,
             signals,
             listener,
@@ -224,7 +227,7 @@ impl Supervisor {
         if let Some(closing) = self.closing.take() {
             if !closing.destroyed {
                 // First the reason, then the news.
-                fs::write(self.layout.ended(), &closing.reason)?;
+                self.journal.append(Record::Ended(closing.reason.clone()))?;
                 self.group.dissolve();
             }
             let lost = Reply::Lost { reason: closing.reason };
@@ -398,18 +401,14 @@ impl Supervisor {
     }
 
     fn check_token(&mut self, token: u64) -> Result<(), Reply> {
-        if token < self.meta.token {
-            return Err(Reply::Fenced { current: self.meta.token });
+        if token < self.token {
+            return Err(Reply::Fenced { current: self.token });
         }
-        if token > self.meta.token {
-            let raised = Meta {
-                token,
-                ..self.meta.clone()
-            };
-            layout::write_json(&self.layout.meta(), &raised).map_err(|e| Reply::Refused {
+        if token > self.token {
+            self.journal.append(Record::Token(token)).map_err(|e| Reply::Refused {
                 reason: format!("keep the token: {e}"),
             })?;
-            self.meta = raised;
+            self.token = token;
         }
         Ok(())
     }
@@ -427,10 +426,8 @@ impl Supervisor {
         }
         // An end that is kept is told first: an executor that comes back after a crash asks for steps that have long ended, while a later
         // one, whose start it does not know of either, still runs.
-        match self.layout.exit(&request.step) {
-            Ok(Some(exit)) => return Err(Reply::Exited(exit)),
-            Ok(None) => {}
-            Err(e) => return Err(refused(format!("read the end of {}: {e}", request.step))),
+        if let Some(exit) = self.journal.content().exits.get(&request.step) {
+            return Err(Reply::Exited(exit.clone()));
         }
         if let Some(running) = &mut self.step {
             if running.name == request.step {
@@ -452,55 +449,41 @@ impl Supervisor {
     }
 
     fn launch(&mut self, id: u64, request: StepRequest) -> Result<(), Reply> {
-        let folder = self.layout.step(&request.step);
-        let begin = || -> io::Result<(Step, Launch<'_>)> {
-            // The folder says that it was started, and makes it once-only even across mistakes of ours.
-            fs::DirBuilder::new().mode(0o700).create(&folder)?;
-            let started_at_ms = layout::now_ms();
-            let (stdout, stdout_end) = output::pipe()?;
-            let (stderr, stderr_end) = output::pipe()?;
-            let step = Step {
-                name: request.step.clone(),
-                started_at_ms,
-                deadline: Instant::now().checked_add(request.time_limit),
-                stdout: Some(stdout),
-                stderr: Some(stderr),
-                sink: Sink::create(&folder)?,
-                code: None,
-                drain_until: None,
-                timed_out: false,
-                waiting: vec![id],
-                killing: Vec::new(),
-            };
-            Ok((
-                step,
-                Launch {
-                    argv: &request.argv,
-                    env: &request.env,
-                    stdout: stdout_end,
-                    stderr: stderr_end,
-                },
-            ))
-        };
-        match begin() {
-            Ok((step, launch)) => {
-                self.step = Some(step);
-                if let Err(failure) = self.backend.launch(launch) {
-                    self.on_start_failure(failure);
-                }
-                Ok(())
-            }
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(Reply::Lost {
-                reason: format!("the step {} was started before and its end was not recorded", request.step),
-            }),
-            Err(e) => {
-                // Nothing ran: it may be tried again.
-                let _ = fs::remove_dir_all(&folder);
-                Err(Reply::Refused {
-                    reason: format!("prepare the step {}: {e}", request.step),
-                })
-            }
+        let name = request.step;
+        if self.journal.content().started.contains(&name) {
+            return Err(Reply::Lost {
+                reason: format!("the step {name} was started before and its end was not recorded"),
+            });
         }
+        let refused = |e: io::Error| Reply::Refused {
+            reason: format!("prepare the step {name}: {e}"),
+        };
+        let (stdout, stdout_end) = output::pipe().map_err(refused)?;
+        let (stderr, stderr_end) = output::pipe().map_err(refused)?;
+        self.journal.append(Record::Started(name.clone())).map_err(refused)?;
+        self.step = Some(Step {
+            started_at_ms: layout::now_ms(),
+            deadline: Instant::now().checked_add(request.time_limit),
+            stdout: Some(stdout),
+            stderr: Some(stderr),
+            sink: Sink::new(&self.layout, &name),
+            name,
+            code: None,
+            drain_until: None,
+            timed_out: false,
+            waiting: vec![id],
+            killing: Vec::new(),
+        });
+        let launch = Launch {
+            argv: &request.argv,
+            env: &request.env,
+            stdout: stdout_end,
+            stderr: stderr_end,
+        };
+        if let Err(failure) = self.backend.launch(launch) {
+            self.on_start_failure(failure);
+        }
+        Ok(())
     }
 
     fn on_start_failure(&mut self, failure: StartFailure) {
@@ -514,8 +497,8 @@ impl Supervisor {
             }
             StartFailure::Failed(reason) => {
                 let Some(step) = self.step.take() else { return };
-                // Nothing ran: it may be tried again.
-                let _ = fs::remove_dir_all(self.layout.step(&step.name));
+                // Nothing ran: it may be tried again. Where that cannot be kept, it counts as started, which is the safe mistake.
+                let _ = self.journal.append(Record::NotStarted(step.name.clone()));
                 let reply = Reply::Refused {
                     reason: format!("start the step {}: {reason}", step.name),
                 };
@@ -608,8 +591,7 @@ impl Supervisor {
     /// Records the end of the step, whose process has ended, and tells everybody.
     fn finish(&mut self) {
         let Some(mut step) = self.step.take() else { return };
-        let folder = self.layout.step(&step.name);
-        let stdout_tail = step.sink.finish(&folder);
+        let stdout_tail = step.sink.finish();
         self.leftovers
             .extend([step.stdout.take(), step.stderr.take()].into_iter().flatten());
         let exit = ExitRecord {
@@ -621,9 +603,14 @@ impl Supervisor {
             finished_at_ms: layout::now_ms().max(step.started_at_ms),
             stdout_bytes: step.sink.stdout_bytes(),
             stdout_tail,
+            stderr_bytes: step.sink.stderr_bytes(),
             output_error: step.sink.error.take(),
         };
-        let reply = match layout::write_json(&folder.join("exit.json"), &exit) {
+        let record = Record::Exited {
+            step: step.name.clone(),
+            exit: exit.clone(),
+        };
+        let reply = match self.journal.append(record) {
             Ok(()) => Reply::Exited(exit),
             Err(e) => Reply::Lost {
                 reason: format!("the end of the step {} could not be recorded: {e}", step.name),

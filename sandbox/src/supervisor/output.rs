@@ -8,12 +8,11 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::OpenOptionsExt,
     },
-    path::Path,
 };
 
 use rustix::pipe::PipeFlags;
 
-use crate::{STDERR_LIMIT, STDOUT_HEAD_LIMIT, STDOUT_TAIL_LIMIT, layout};
+use crate::{STDERR_LIMIT, STDOUT_HEAD_LIMIT, STDOUT_TAIL_LIMIT, layout::Layout};
 
 /// One read: the capacity of a pipe.
 pub const CHUNK: usize = 64 * 1024;
@@ -71,35 +70,46 @@ impl AsFd for Source {
 
 /// The files of one step's output.
 pub struct Sink {
-    stdout: File,
+    /// `<sandbox>/<step>.stdout` and so on.
+    layout: Layout,
+    step: String,
+    stdout: Option<File>,
     stdout_bytes: u64,
     /// The last bytes beyond the head, while there are any.
     tail: VecDeque<u8>,
-    times: File,
+    tail_file: Option<File>,
+    times: Option<File>,
     times_bytes: u64,
     /// The entry that may still grow: (end of the chunk, time of its first byte).
     open_time: Option<(u64, u64)>,
-    stderr: File,
+    stderr: Option<File>,
     stderr_left: u64,
     /// The first failure to keep something.
     pub error: Option<String>,
 }
 
 impl Sink {
-    /// Makes the files in the folder of the step.
-    pub fn create(folder: &Path) -> io::Result<Self> {
-        let file = |name| OpenOptions::new().write(true).create_new(true).mode(0o600).open(folder.join(name));
-        Ok(Self {
-            stdout: file("stdout")?,
+    /// Makes no file yet.
+    pub fn new(layout: &Layout, step: &str) -> Self {
+        Self {
+            layout: layout.clone(),
+            step: step.to_owned(),
+            stdout: None,
             stdout_bytes: 0,
             tail: VecDeque::new(),
-            times: file("stdout.times")?,
+            tail_file: None,
+            times: None,
             times_bytes: 0,
             open_time: None,
-            stderr: file("stderr")?,
+            stderr: None,
             stderr_left: STDERR_LIMIT,
             error: None,
-        })
+        }
+    }
+
+    /// How many bytes of stderr were kept.
+    pub fn stderr_bytes(&self) -> u64 {
+        STDERR_LIMIT - self.stderr_left
     }
 
     /// How many bytes stdout had in all.
@@ -111,7 +121,7 @@ impl Sink {
     pub fn stdout(&mut self, chunk: &[u8], now_ms: u64) {
         let head = STDOUT_HEAD_LIMIT.saturating_sub(self.stdout_bytes).min(chunk.len() as u64) as usize;
         let (head, rest) = chunk.split_at(head);
-        self.keep(|s| s.stdout.write_all(head));
+        self.keep("stdout", head, |s| &mut s.stdout);
         // Bytes of the head's end belong to the tail too, if there is one: it is the last bytes of stdout, whatever the head holds.
         if !rest.is_empty() || self.stdout_bytes + chunk.len() as u64 > STDOUT_HEAD_LIMIT - STDOUT_TAIL_LIMIT as u64 {
             let keep = &chunk[chunk.len().saturating_sub(STDOUT_TAIL_LIMIT)..];
@@ -133,7 +143,7 @@ impl Sink {
     pub fn stderr(&mut self, chunk: &[u8]) {
         let kept = self.stderr_left.min(chunk.len() as u64) as usize;
         self.stderr_left -= kept as u64;
-        self.keep(|s| s.stderr.write_all(&chunk[..kept]));
+        self.keep("stderr", &chunk[..kept], |s| &mut s.stderr);
     }
 
     fn flush_time(&mut self) {
@@ -144,25 +154,37 @@ impl Sink {
             entry[..8].copy_from_slice(&end.to_le_bytes());
             entry[8..].copy_from_slice(&since.to_le_bytes());
             self.times_bytes += 16;
-            self.keep(|s| s.times.write_all(&entry));
+            self.keep("stdout.times", &entry, |s| &mut s.times);
         }
     }
 
     /// Completes the files; says whether there is a tail.
-    pub fn finish(&mut self, folder: &Path) -> bool {
+    pub fn finish(&mut self) -> bool {
         self.flush_time();
         if self.stdout_bytes <= STDOUT_HEAD_LIMIT {
             return false;
         }
-        let (a, b) = self.tail.as_slices();
-        let tail = [a, b].concat();
-        self.keep(|_| layout::create_private(&folder.join("stdout.tail"))?.write_all(&tail));
+        let tail = Vec::from(std::mem::take(&mut self.tail));
+        self.keep("stdout.tail", &tail, |s| &mut s.tail_file);
         true
     }
 
-    fn keep(&mut self, write: impl FnOnce(&mut Self) -> io::Result<()>) {
+    /// Appends to a file, which is made with its first byte.
+    fn keep(&mut self, kind: &str, bytes: &[u8], slot: impl FnOnce(&mut Self) -> &mut Option<File>) {
+        if bytes.is_empty() {
+            return;
+        }
+        let path = self.layout.output(&self.step, kind);
+        let file = slot(self);
+        let write = || -> io::Result<()> {
+            let file = match file {
+                Some(file) => file,
+                None => file.insert(OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?),
+            };
+            file.write_all(bytes)
+        };
         // A full disk must not stop the agent; that its evidence has a hole is said at the end.
-        if let Err(e) = write(self) {
+        if let Err(e) = write() {
             self.error.get_or_insert_with(|| e.to_string());
         }
     }

@@ -87,9 +87,9 @@ impl World {
 
     /// The supervisor's process id.
     pub fn supervisor(&self) -> i32 {
-        let meta = fs::read_to_string(self.folder().join("run/meta.json")).unwrap();
-        let meta: serde_json::Value = serde_json::from_str(&meta).unwrap();
-        meta["supervisor"].as_i64().unwrap() as i32
+        let journal = fs::read_to_string(self.folder().join("journal")).unwrap();
+        let made: serde_json::Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
+        made["Made"]["supervisor"].as_i64().unwrap() as i32
     }
 }
 
