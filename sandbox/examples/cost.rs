@@ -1,6 +1,6 @@
 //! What a sandbox costs: create, one `true`, destroy; beside the bare processes. CPU is that of every process started (cpuacct group).
 //!
-//! `cargo run --release -p evalgrid-sandbox --example cost -- [rounds]`
+//! `cargo run --release -p evalgrid-sandbox --example cost -- [rounds] [provider]`
 #![allow(clippy::disallowed_methods)]
 
 use std::{
@@ -124,8 +124,12 @@ async fn measure() {
         "bwrap --unshare-user --unshare-pid --unshare-uts --unshare-ipc --uid 1000 --gid 1000 --as-pid-1 --ro-bind /usr /usr --symlink usr/lib /lib \
          --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc --dev /dev --tmpfs /tmp --die-with-parent --new-session true",
     );
+    let only = std::env::args().nth(2);
     for parallel in [1, 8] {
         for (label, provider, argv) in [("process", &process, words("true")), ("bubblewrap", &bubblewrap, bwrap.clone())] {
+            if only.as_ref().is_some_and(|o| o != label) {
+                continue;
+            }
             trial(&**provider, format!("warm-{parallel}")).await;
             let in_sandbox = |name| {
                 let provider = provider.clone();

@@ -97,6 +97,8 @@ impl Content {
 pub struct Journal {
     file: File,
     length: u64,
+    /// The end of the file is half a line that could not be taken back: anything after it would make no sense.
+    torn: bool,
     content: Content,
 }
 
@@ -106,6 +108,7 @@ impl Journal {
         Ok(Self {
             file: OpenOptions::new().append(true).create_new(true).mode(0o600).open(path)?,
             length: 0,
+            torn: false,
             content: Content::default(),
         })
     }
@@ -117,11 +120,14 @@ impl Journal {
 
     /// Writes a record. After an error it is as if it had never been tried.
     pub fn append(&mut self, record: Record) -> io::Result<()> {
+        if self.torn {
+            return Err(io::Error::other("the journal broke earlier"));
+        }
         let mut line = serde_json::to_vec(&record)?;
         line.push(b'\n');
         if let Err(e) = self.file.write_all(&line) {
             // A full disk takes half a line.
-            self.file.set_len(self.length)?;
+            self.torn = self.file.set_len(self.length).is_err();
             return Err(e);
         }
         self.length += line.len() as u64;

@@ -36,6 +36,7 @@ conformance! {
     what_cannot_be_started_is_an_error_that_names_it
     ends_of_commands
     output_is_kept_byte_for_byte
+    a_silent_step_makes_no_file
     much_output_does_not_stop_a_step
     output_beyond_the_head_keeps_its_tail
     a_daemon_that_holds_stdout_does_not_hold_the_step
@@ -207,6 +208,35 @@ async fn output_is_kept_byte_for_byte(world: World) {
     assert_eq!(pairs.last().unwrap()[0], 300_256);
     assert!(pairs.windows(2).all(|w| w[0][0] < w[1][0] && w[0][1] <= w[1][1]));
     assert!(pairs.iter().all(|p| (exit.started_at_ms..=exit.finished_at_ms).contains(&p[1])));
+    world.destroy().await;
+}
+
+async fn a_silent_step_makes_no_file(world: World) {
+    let sandbox = world.create().await;
+    let names = || {
+        let entries = fs::read_dir(world.folder()).unwrap();
+        let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let exit = sandbox.run(&command("silent", &["true"])).await.unwrap();
+    assert_eq!(names(), ["control", "home", "journal", "tmp", "workspace"]);
+    for path in [&exit.output.stdout, &exit.output.stdout_times, &exit.output.stderr] {
+        assert_eq!(fs::read(path).unwrap(), b"");
+    }
+    sandbox.run(&bash("loud", "echo out")).await.unwrap();
+    sandbox.run(&bash("wrong", "echo err >&2")).await.unwrap();
+    let expected = [
+        "control",
+        "home",
+        "journal",
+        "loud.stdout",
+        "loud.stdout.times",
+        "tmp",
+        "workspace",
+        "wrong.stderr",
+    ];
+    assert_eq!(names(), expected);
     world.destroy().await;
 }
 
