@@ -20,6 +20,8 @@ pub fn run(root: &Path, name: &str) -> io::Result<()> {
     println!("ready");
     io::stdout().flush()?;
     let stdin = io::stdin();
+    // Made once: a child that zeroed its own would get all the pages, and few are ever written to.
+    let buffer = supervisor::buffer();
     loop {
         let mut fds = [PollFd::new(&stdin, PollFlags::IN), PollFd::new(&listener, PollFlags::IN)];
         match poll(&mut fds, None) {
@@ -39,7 +41,7 @@ pub fn run(root: &Path, name: &str) -> io::Result<()> {
                     Ok(sys::Fork::Child) => {
                         drop(listener);
                         sys::auto_reap_children(false);
-                        std::process::exit(supervisor::run(root, connection).map_or(1, |()| 0));
+                        std::process::exit(supervisor::run(root, connection, buffer).map_or(1, |()| 0));
                     }
                     // The executor sees the connection close and reports it.
                     Err(e) => eprintln!("sandbox zygote: fork: {e}"),

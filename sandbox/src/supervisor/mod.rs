@@ -44,13 +44,18 @@ const CREATE_PATIENCE: Duration = Duration::from_secs(10);
 /// An executor, its successor and the reaper: a handful at once. More are turned away.
 const MAX_CONNECTIONS: usize = 64;
 
+/// What supervisors read into, for [`run`].
+pub fn buffer() -> Vec<u8> {
+    vec![0; output::CHUNK]
+}
+
 /// Supervises what the first frame on `first` says, until the sandbox is destroyed or its lifetime is over.
-pub fn run(root: &Path, mut first: UnixStream) -> io::Result<()> {
+pub fn run(root: &Path, mut first: UnixStream, buffer: Vec<u8>) -> io::Result<()> {
     rustix::process::setsid()?;
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     first.set_read_timeout(Some(CREATE_PATIENCE))?;
     let create: Create = protocol::read_blocking(&mut first)?;
-    match Supervisor::create(root, create) {
+    match Supervisor::create(root, create, buffer) {
         Ok(mut supervisor) => {
             if let Ok(mut connection) = Connection::new(0, first) {
                 connection.reply(&Reply::Done);
@@ -91,7 +96,7 @@ struct Supervisor {
     closing: Option<Closing>,
     /// Pipes that outlived their step; what still comes is thrown away, so that whoever writes never blocks.
     leftovers: Vec<Source>,
-    /// For reading. Its pages come into being as they are written to, and few ever are.
+    /// For reading; see [`buffer`].
     buffer: Vec<u8>,
 }
 
@@ -151,15 +156,15 @@ enum Polled {
 }
 
 impl Supervisor {
-    fn create(root: &Path, create: Create) -> io::Result<Self> {
+    fn create(root: &Path, create: Create, buffer: Vec<u8>) -> io::Result<Self> {
         let layout = Layout::new(root, &create.name);
         let folder = |path: &Path, mode| fs::DirBuilder::new().mode(mode).create(path);
         folder(&layout.folder, 0o700)?;
         // From here on AlreadyExists would mean something else.
-        Self::create_inside(create, layout, folder).map_err(|e| io::Error::other(e.to_string()))
+        Self::create_inside(create, layout, buffer, folder).map_err(|e| io::Error::other(e.to_string()))
     }
 
-    fn create_inside(create: Create, layout: Layout, folder: impl Fn(&Path, u32) -> io::Result<()>) -> io::Result<Self> {
+    fn create_inside(create: Create, layout: Layout, buffer: Vec<u8>, folder: impl Fn(&Path, u32) -> io::Result<()>) -> io::Result<Self> {
         let lock = layout::try_lock(&layout.folder)?.ok_or_else(|| io::Error::other("somebody else holds the lock"))?;
         sys::detach_stdio()?;
         let log = layout.log();
@@ -209,7 +214,7 @@ impl Supervisor {
             kill: None,
             closing: None,
             leftovers: Vec::new(),
-            buffer: vec![0; output::CHUNK],
+            buffer,
         })
     }
 
