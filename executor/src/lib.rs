@@ -97,6 +97,13 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
     let client = Client::new(&options.scheduler, &options.worker_token)?;
     let objects = Objects::new(Client::new(&options.scheduler, &options.worker_token)?);
     let providers = providers(&options).await?;
+    let shared: Vec<_> = evalgrid_harness::shared_files()
+        .into_iter()
+        .map(|file| (file.path, file.content))
+        .collect();
+    for (name, provider) in &providers {
+        provider.share(&shared).map_err(|error| ExecutorError::Provider(name, error))?;
+    }
     tracing::info!(worker = folder.worker_id, slots = options.slots, providers = ?providers.keys().collect::<Vec<_>>(), "the executor runs");
     let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, options.limits));
     let stop = async {

@@ -69,11 +69,13 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     let files = turns::home_files(attempt)
         .into_iter()
         .chain(profile_files(attempt, "home/"))
-        .collect();
-    take(
-        account,
-        attempt.once("profile.home", write(attempt, Base::Home, files, "profile's")).await?,
-    );
+        .collect::<Vec<_>>();
+    if !files.is_empty() {
+        take(
+            account,
+            attempt.once("profile.home", write(attempt, Base::Home, files, "profile's")).await?,
+        );
+    }
     let files: Vec<_> = profile_files(attempt, "workspace/").collect();
     if !account.is_void() && !files.is_empty() {
         take(
@@ -83,6 +85,8 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
                 .await?,
         );
     }
+    // From here on processes of the trial run: whoever comes after a crash must not write files over what they have made of them.
+    attempt.durable().await?;
     if let (false, Some(command)) = (account.is_void(), attempt.profile().and_then(|profile| profile.install.as_deref())) {
         take(account, attempt.once("profile.install", install(attempt, command)).await?);
     }

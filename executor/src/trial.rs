@@ -1,11 +1,11 @@
 //! A trial, step by step: set-up, the agent's turns, the check, the outcome.
 //!
 //! A recorded step is never run again; its result is used. Steps that run processes are started once by the sandbox's supervisor, the others
-//! may run again, so nothing waits between them for an acknowledgement.
+//! may run again until the first process starts; so there is one wait for acknowledgements, between the two.
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -18,7 +18,7 @@ use evalgrid_domain::{
 use evalgrid_proto::v1::{AttemptFailureKind, Lease, ObjectRef, RecordedStep, StepOutcome, StepRecord, TrialOutcome};
 use evalgrid_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, StepCommand, StepExit};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use tokio::time::timeout;
+use tokio::{sync::oneshot, time::timeout};
 
 use crate::{account::Account, check, objects::ObjectError, outbox::Fact, setup, turns, worker::Worker};
 
@@ -115,6 +115,8 @@ pub(crate) struct Attempt<'a> {
     pub(crate) sandbox: Box<dyn Sandbox>,
     pub(crate) redactor: Arc<Redactor>,
     recorded: HashMap<&'a str, &'a RecordedStep>,
+    /// Tells when the newest record is durable, and so all before it.
+    newest: Mutex<Option<oneshot::Receiver<()>>>,
 }
 
 /// Runs the trial of a lease, or what is left of it.
@@ -152,6 +154,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
         sandbox,
         redactor,
         recorded,
+        newest: Mutex::new(None),
     };
 
     let created: Created = attempt
@@ -201,8 +204,22 @@ impl Attempt<'_> {
             outcome: outcome.into(),
             result: bytes,
         };
-        self.worker.outbox.push(Fact::Step(record));
+        *self.newest() = Some(self.worker.outbox.push_awaited(Fact::Step(record)));
         Ok(result)
+    }
+
+    /// Waits until everything recorded so far is durable.
+    pub(crate) async fn durable(&self) -> Result<(), Stop> {
+        let newest = self.newest().take();
+        match newest {
+            // An error says that the lease is gone, and with it the right to act.
+            Some(acknowledged) => acknowledged.await.map_err(|_| Stop::Fenced),
+            None => Ok(()),
+        }
+    }
+
+    fn newest(&self) -> MutexGuard<'_, Option<oneshot::Receiver<()>>> {
+        self.newest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn read<T: DeserializeOwned>(&self, bytes: &Bytes) -> Result<T, Stop> {

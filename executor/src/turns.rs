@@ -80,6 +80,7 @@ fn setting(attempt: &Attempt<'_>) -> Setting {
     Setting {
         home: attempt.sandbox.home().to_owned(),
         workspace: attempt.sandbox.workspace().to_owned(),
+        shared: attempt.sandbox.shared().to_owned(),
         model: attempt.variant.model.clone(),
         run: profile.and_then(|profile| profile.run.clone()),
         system_prompt: profile.and_then(|profile| profile.system_prompt.clone()),

@@ -172,8 +172,8 @@ impl Worker {
         let mut trials = self.trials();
         self.outbox.take_slot();
         if self.stopping.load(Ordering::Acquire) {
+            // The slot stays taken: its credit would only bring the next lease, to be given back too.
             self.outbox.push(released(token));
-            self.outbox.free_slot();
             return;
         }
         let reported = Arc::new(AtomicBool::new(false));

@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, HomeFile, Setting, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Setting, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     lines::{Arrivals, Lines},
     recorder,
 };
@@ -30,15 +30,12 @@ impl Harness for Command {
         NAME
     }
 
-    fn home_files(&self, setting: &Setting) -> Vec<HomeFile> {
-        let mut files = recorder::home_files();
-        if let Some(text) = &setting.system_prompt {
-            files.push(HomeFile {
-                path: SYSTEM_PROMPT.into(),
-                content: text.clone().into_bytes(),
-            });
-        }
-        files
+    fn home_files(&self, setting: &Setting) -> Vec<TextFile> {
+        let system_prompt = setting.system_prompt.iter().map(|text| TextFile {
+            path: SYSTEM_PROMPT.into(),
+            content: text.clone().into_bytes(),
+        });
+        system_prompt.collect()
     }
 
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
@@ -53,8 +50,8 @@ impl Harness for Command {
                 ("SPHYNX_WORKSPACE", setting.workspace.clone()),
                 ("SPHYNX_TRACE_LOG", below_home(&recorder::log(turn.number))),
                 ("SPHYNX_DEADLINE_MS", turn.deadline_ms.to_string()),
-                ("BASH_ENV", below_home(recorder::BASH_START)),
-                ("ZDOTDIR", below_home(recorder::ZSH_FOLDER)),
+                ("BASH_ENV", format!("{}/{}", setting.shared, recorder::BASH_START)),
+                ("ZDOTDIR", format!("{}/{}", setting.shared, recorder::ZSH_FOLDER)),
             ]
             .map(|(name, value)| (name.to_owned(), value)),
         );

@@ -25,6 +25,8 @@ pub struct Setting {
     pub home: String,
     /// The workspace.
     pub workspace: String,
+    /// Where [`shared_files`] are.
+    pub shared: String,
     /// The variant's model, verbatim.
     pub model: String,
     /// The profile's `run`.
@@ -57,10 +59,10 @@ pub struct TurnCommand {
     pub env: BTreeMap<String, String>,
 }
 
-/// A text file to write below HOME.
+/// A text file that a harness needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HomeFile {
-    /// Relative to HOME.
+pub struct TextFile {
+    /// Relative to the folder that it is for.
     pub path: String,
     /// Its content.
     pub content: Vec<u8>,
@@ -101,7 +103,7 @@ pub trait Harness: Send + Sync {
     fn name(&self) -> &'static str;
 
     /// Files that must be in HOME before the first turn.
-    fn home_files(&self, setting: &Setting) -> Vec<HomeFile>;
+    fn home_files(&self, setting: &Setting) -> Vec<TextFile>;
 
     /// The process of one turn.
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError>;
@@ -120,6 +122,11 @@ pub enum HarnessError {
     /// The command harness runs what the profile says.
     #[error("the command harness needs a profile with `run`")]
     NoRun,
+}
+
+/// Read-only files that every sandbox must have, whatever runs in it; [`Setting::shared`] says where.
+pub fn shared_files() -> Vec<TextFile> {
+    recorder::start_files()
 }
 
 /// The harness of a variant, by its name; `None` where it is not supported.

@@ -5,31 +5,31 @@
 
 use serde_json::Value;
 
-use crate::HomeFile;
+use crate::TextFile;
 
 /// The log of a turn, below HOME. One file per turn, where the documentation has one that is emptied: nothing is lost when the executor dies
 /// between reading and recording a turn, and what an earlier turn left running does not speak in a later one.
 pub fn log(turn: u32) -> String {
     match turn {
-        1 => ".sphynx/trace.ndjson".into(),
-        turn => format!(".sphynx/trace-{turn}.ndjson"),
+        1 => ".sphynx-trace.ndjson".into(),
+        turn => format!(".sphynx-trace-{turn}.ndjson"),
     }
 }
-/// bash's start file, below HOME.
-pub const BASH_START: &str = ".sphynx/trace.sh";
-/// zsh's start folder, below HOME.
-pub const ZSH_FOLDER: &str = ".sphynx/zsh";
+/// bash's start file, below the shared folder.
+pub const BASH_START: &str = "recorder/trace.sh";
+/// zsh's start folder, below the shared folder.
+pub const ZSH_FOLDER: &str = "recorder/zsh";
 /// Bytes of the log that are read after a turn. One shell stops at 20,000 commands, but there may be many shells.
 pub const LOG_LIMIT: u64 = 8 << 20;
 
-/// The start files. Few, because creating files is most of what a trial costs us.
-pub fn home_files() -> Vec<HomeFile> {
+/// The start files: the same for all trials, so they are written once, not per trial.
+pub fn start_files() -> Vec<TextFile> {
     vec![
-        HomeFile {
+        TextFile {
             path: BASH_START.into(),
             content: include_bytes!("recorder/trace.sh").to_vec(),
         },
-        HomeFile {
+        TextFile {
             path: format!("{ZSH_FOLDER}/.zshenv"),
             content: include_bytes!("recorder/zshenv.zsh").to_vec(),
         },

@@ -20,15 +20,21 @@ fn run(script: &str, env: &[(&str, &str)]) -> Ran {
     let setting = Setting {
         home: path.clone(),
         workspace: path.clone(),
+        shared: format!("{path}/shared"),
         model: "m".into(),
         run: Some(script.into()),
         system_prompt: Some("Be terse.".into()),
         env: env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
     };
-    for file in Command.home_files(&setting) {
-        let target = home.path().join(file.path);
+    let shared = evalgrid_harness::shared_files();
+    let shared = shared
+        .into_iter()
+        .map(|file| (home.path().join("shared").join(file.path), file.content));
+    let own = Command.home_files(&setting).into_iter();
+    let own = own.map(|file| (home.path().join(file.path), file.content));
+    for (target, content) in shared.chain(own) {
         fs::create_dir_all(target.parent().unwrap()).unwrap();
-        fs::write(target, file.content).unwrap();
+        fs::write(target, content).unwrap();
     }
     let turn = Command
         .turn(
@@ -189,7 +195,7 @@ fn the_documented_environment() {
     );
     let expected = format!(
         "MINE=1\nSPHYNX_DEADLINE_MS=5\nSPHYNX_HOME=~\nSPHYNX_MODEL=m\nSPHYNX_PROMPT=do it\nSPHYNX_SYSTEM_PROMPT_FILE=~/{SYSTEM_PROMPT}\n\
-         SPHYNX_TRACE_LOG=~/.sphynx/trace.ndjson\nSPHYNX_WORKSPACE=~\nBe terse.1\n"
+         SPHYNX_TRACE_LOG=~/.sphynx-trace.ndjson\nSPHYNX_WORKSPACE=~\nBe terse.1\n"
     );
     assert_eq!(ran.stdout, expected);
 }

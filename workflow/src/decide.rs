@@ -388,6 +388,11 @@ pub fn give_up_absent(state: &State, gone: &dyn Fn(&str) -> bool, grace_ms: u64,
         let Some(trial) = batch.trial(sandbox.trial) else { continue };
         let Phase::Queued { since_ms, .. } = trial.phase else { continue };
         if trial.sandbox.as_deref() == Some(name) && since_ms + grace_ms <= now_ms && gone(&sandbox.worker_id) {
+            if trial.steps.is_empty() {
+                // Nothing is known to have begun there, so nothing is lost.
+                events.push(attempt_ended(0, sandbox.trial, Why::SandboxLost, String::new(), now_ms, now_ms));
+                continue;
+            }
             let reason = format!("no word from its worker for {}", outcome::humanise_duration(grace_ms));
             events.extend(retry_or_void(
                 state,
