@@ -99,7 +99,7 @@ fn test(long: bool) -> Result<(), String> {
         &[],
     )?;
     if on_path("cargo-deny") {
-        run(&["cargo", "deny", "--offline", "check", "bans", "licenses", "sources"], &[])?;
+        run(&["cargo", "deny", "check", "bans", "licenses", "sources"], &[])?;
     }
     // The end-to-end tests drive the real binary, which nothing else in the test build asks for.
     run(&["cargo", "build", "--locked", "--package", "evalgrid-cli"], &[])?;
