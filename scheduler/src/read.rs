@@ -88,11 +88,6 @@ impl Reader {
             None => None,
         };
         let older = move |id: &BatchId| after.is_none_or(|after| *id < after);
-        // The index first: a batch that moves there meanwhile is then seen in both places, never in none.
-        let prefix = row_prefix(organization);
-        let after_key = after.map(|after| row_key(organization, &after));
-        let index = self.index.clone();
-        let rows = blocking(move || index.scan(&prefix, after_key.as_deref(), limit + 1)).await?;
         let live = self.engine.settled_turn(|core| {
             let organization = core.state.organization(organization)?;
             let ids = organization.in_memory.iter().rev().filter(|id| older(id)).take(limit + 1);
@@ -102,6 +97,11 @@ impl Reader {
             Some((summaries.collect::<Vec<_>>(), organization.started))
         });
         let (mut batches, total) = live.await.map_err(|_| stopping())?.unwrap_or_default();
+        // Memory was asked first: a batch that moves to the index meanwhile is then seen in both places, never in none.
+        let prefix = row_prefix(organization);
+        let after_key = after.map(|after| row_key(organization, &after));
+        let index = self.index.clone();
+        let rows = blocking(move || index.scan(&prefix, after_key.as_deref(), limit + 1)).await?;
         for (_, row) in rows {
             let summary = BatchArchived::decode(row.as_slice()).ok().and_then(|archived| archived.summary);
             if let Some((id, summary)) = summary.and_then(|summary| Some((summary.id.parse().ok()?, summary))) {
