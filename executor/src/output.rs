@@ -17,6 +17,10 @@ const REASON_BYTES: u64 = 16 << 10;
 
 /// The whole stdout, or its beginning and its end.
 pub(crate) fn stdout(output: &StepOutput) -> io::Result<String> {
+    if output.stdout_bytes == 0 {
+        // Then there need be no file; one that is missing with bytes in it is an error.
+        return Ok(String::new());
+    }
     if output.stdout_bytes <= 2 * PART_BYTES {
         return read(&output.stdout, 0, 2 * PART_BYTES);
     }
@@ -30,12 +34,20 @@ pub(crate) fn stdout(output: &StepOutput) -> io::Result<String> {
 
 /// The beginning of stderr.
 pub(crate) fn stderr(output: &StepOutput) -> io::Result<String> {
-    read(&output.stderr, 0, PART_BYTES)
+    empty_if_missing(read(&output.stderr, 0, PART_BYTES))
 }
 
 /// The end of what is kept of stderr.
 pub(crate) fn stderr_tail(output: &StepOutput) -> io::Result<String> {
-    tail(&output.stderr, REASON_BYTES)
+    empty_if_missing(tail(&output.stderr, REASON_BYTES))
+}
+
+/// A step that never wrote to stderr has no file of it.
+fn empty_if_missing(text: io::Result<String>) -> io::Result<String> {
+    match text {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        text => text,
+    }
 }
 
 /// The last thing that a failed process said, for people.
@@ -91,6 +103,27 @@ mod tests {
             ("bash: line 1: git: command not found", "bash: line 1: git: command not found"),
         ] {
             assert_eq!(git_reason(stderr), reason);
+        }
+    }
+
+    #[test]
+    fn silent_steps_have_no_files() {
+        let folder = tempfile::tempdir().unwrap();
+        for path in [folder.path().join("missing"), "/dev/null".into()] {
+            let mut output = StepOutput {
+                stdout: path.clone(),
+                stdout_tail: None,
+                stdout_bytes: 0,
+                stdout_times: path.clone(),
+                stderr: path.clone(),
+            };
+            for text in [stdout(&output), stderr(&output), stderr_tail(&output)] {
+                assert_eq!(text.unwrap(), "");
+            }
+            assert_eq!(last_words("It", &output, &Redactor::default()), None);
+            output.stdout = folder.path().join("missing");
+            output.stdout_bytes = 1;
+            assert_eq!(stdout(&output).unwrap_err().kind(), io::ErrorKind::NotFound);
         }
     }
 

@@ -222,7 +222,12 @@ impl Reader {
             entry.seal(&self.redactor);
             trajectory.push(entry);
         }
-        let (mut stdout, mut tail) = (File::open(&exit.output.stdout)?, None);
+        // A silent agent's output need not have a file.
+        let mut stdout: Box<dyn Read> = match exit.output.stdout_bytes {
+            0 => Box::new(io::empty()),
+            _ => Box::new(File::open(&exit.output.stdout)?),
+        };
+        let mut tail = None;
         if let Some(path) = &exit.output.stdout_tail {
             let file = File::open(path)?;
             let start = exit.output.stdout_bytes.saturating_sub(file.metadata()?.len());

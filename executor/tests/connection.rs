@@ -5,9 +5,9 @@ mod support;
 
 use std::{fs, path::PathBuf, time::Duration};
 
-use evalgrid_proto::v1::{AttemptFailureKind, Lease, TrialOutcome, TrialStatus, to_worker};
-use serde_json::json;
-use support::{Grid, PATIENCE, Session, request};
+use evalgrid_proto::v1::{AttemptFailureKind, Lease, RecordedStep, TrialOutcome, TrialStatus};
+use serde_json::{Value, json};
+use support::{Grid, PATIENCE, Session, Told, request};
 
 /// A trial whose agent waits for a file, so that a test decides when it ends.
 struct Held {
@@ -30,10 +30,13 @@ impl Held {
         fs::write(&self.gate, "").unwrap();
     }
 
-    async fn begin(&self, grid: &Grid, session: &mut Session) {
-        session.send(to_worker::Message::Lease(self.lease.clone())).await;
+    /// Until the agent runs. What was told until then is acknowledged.
+    async fn begin(&self, grid: &Grid, session: &mut Session) -> Told {
+        session.lease(&self.lease).await;
+        let told = session.until(|told| !told.steps.is_empty()).await;
         let started = self.file(grid, "workspace/started");
         until("the agent runs", || fs::read(&started).is_ok_and(|text| !text.is_empty())).await;
+        told
     }
 
     fn file(&self, grid: &Grid, path: &str) -> PathBuf {
@@ -73,64 +76,103 @@ async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
         "user": { "kind": "scripted", "replies": ["go on"] },
         "verify": "echo check >> \"$HOME/ran\" && test \"$(tr '\\n' ' ' < \"$HOME/ran\")\" = 'i x x check '",
     });
-    let profile = json!({ "install": "echo i >> \"$HOME/ran\"", "files": { "workspace/b": "b" } });
+    let profile = json!({ "install": "echo i >> \"$HOME/ran\"", "files": { "home/a": "a", "workspace/b": "b" } });
     let mut lease = grid.lease(1, &request(run, case, profile));
+    let set_up = ["sandbox.create", "source", "profile.home", "profile.workspace"];
+    let processes = ["profile.install", "turn.1.agent", "turn.2.agent", "check.0"];
+    let names = [set_up, processes].concat();
+    let mut recorded: Vec<RecordedStep> = Vec::new();
 
-    // The worker dies when all is done and nothing acknowledged: each time one step more has become durable.
-    let executor = grid.executor();
-    let mut session = grid.session().await;
-    session.send(to_worker::Message::Lease(lease.clone())).await;
-    let first = session.overhear(|told| !told.results.is_empty()).await;
-    executor.kill().await;
-    let names = [
-        "sandbox.create",
-        "source",
-        "profile.home",
-        "profile.workspace",
-        "profile.install",
-        "turn.1.agent",
-        "turn.2.agent",
-        "check.0",
-    ];
-    assert_eq!(first.step_names(), names);
+    // The worker dies before a process, each time with one step more that has become durable.
+    for durable in 0..set_up.len() {
+        let executor = grid.executor();
+        let mut session = grid.session().await;
+        session.acknowledge_if(|_| false);
+        lease.steps = recorded[..durable].to_vec();
+        session.lease(&lease).await;
+        let told = session.until(|told| told.step_names().last() == set_up.last()).await;
+        assert_eq!(told.step_names(), set_up[durable..], "only what was not recorded");
+        executor.kill().await;
+        recorded.truncate(durable);
+        recorded.extend(told.recorded());
+        (lease.token, lease.adopt) = (lease.token + 1, true);
+    }
+
+    // And now when all is done.
     let bare = |outcome: &TrialOutcome| TrialOutcome {
         sandbox_ms: 0,
         ..outcome.clone()
     };
-    assert_eq!(
-        first.outcome().status(),
-        TrialStatus::Passed,
-        "{:?}",
-        grid.evidence(first.outcome())
-    );
-    for durable in 0..=names.len() {
+    let mut first = None;
+    for durable in set_up.len()..=names.len() {
         let executor = grid.executor();
         let mut session = grid.session().await;
         assert_eq!(session.hello.sandboxes, [lease.sandbox.clone()]);
         assert!(session.hello.held.is_empty());
-        lease = Lease {
-            token: lease.token + 1,
-            adopt: true,
-            steps: first.recorded()[..durable].to_vec(),
-            ..lease
-        };
-        session.send(to_worker::Message::Lease(lease.clone())).await;
-        let again = session.overhear(|told| !told.results.is_empty()).await;
-        assert_eq!(again.failures, []);
-        assert_eq!(again.step_names(), names[durable..], "only what was not recorded");
-        assert_eq!(bare(again.outcome()), bare(first.outcome()), "after {durable} steps");
-        if durable == names.len() {
+        if durable < names.len() {
+            session.acknowledge_if(|report| report.results.is_empty());
+        }
+        lease.steps = recorded[..durable].to_vec();
+        session.lease(&lease).await;
+        let told = session.until(|told| !told.results.is_empty()).await;
+        assert_eq!(told.failures, []);
+        assert_eq!(told.step_names(), names[durable..], "only what was not recorded");
+        let outcome = told.outcome();
+        assert_eq!(outcome.status(), TrialStatus::Passed, "{:?}", grid.evidence(outcome));
+        assert_eq!(&bare(outcome), first.get_or_insert(bare(outcome)), "after {durable} steps");
+        if durable < names.len() {
+            executor.kill().await;
+        } else {
             // The last one hears that it is durable, and cleans up.
-            session.ack(1, Vec::new()).await;
             session
                 .until(|told| told.destroyed == [lease.sandbox.clone()] && told.credits == 1)
                 .await;
             executor.stop().await;
-        } else {
-            executor.kill().await;
         }
+        recorded.truncate(durable);
+        recorded.extend(told.recorded());
+        lease.token += 1;
     }
     assert_eq!(grid.sandboxes(), Vec::<PathBuf>::new());
+}
+
+#[tokio::test]
+async fn no_process_starts_before_the_set_up_is_durable() {
+    async fn check(install: Value, processes: &[&str]) {
+        let mut grid = Grid::new().await;
+        let case = json!({ "source": { "kind": "files", "files": { "a": "" } }, "verify": "test -e started" });
+        let mut profile = json!({ "files": { "workspace/b": "" } });
+        profile.as_object_mut().unwrap().extend(install.as_object().unwrap().clone());
+        let lease = grid.lease(1, &request("touch started", case, profile));
+        let folder = grid.folder.path().join("worker/process").join(&lease.sandbox);
+        let executor = grid.executor();
+        let mut session = grid.session().await;
+        session.acknowledge_if(|_| false);
+        session.lease(&lease).await;
+        session.until(|told| told.step_names().last() == Some(&"profile.workspace")).await;
+        // Meanwhile another trial has all the time that it needs, on the same worker.
+        session.acknowledge_if(|_| true);
+        let other = grid.lease(2, &request("true", json!({ "verify": "true" }), json!({})));
+        session.lease(&other).await;
+        let told = session.until(|told| told.credits == 1).await;
+        assert_eq!(told.outcome().status(), TrialStatus::Passed);
+        assert!(told.steps.iter().all(|step| step.token == 2), "{:?}", told.steps);
+        assert!(folder.join("workspace/b").exists());
+        for mark in ["installed", "started"] {
+            assert!(!folder.join("workspace").join(mark).exists(), "{mark}");
+        }
+        session.make_up().await;
+        let told = session.until(|told| told.credits == 1).await;
+        assert_eq!(told.step_names(), processes);
+        assert_eq!(told.outcome().status(), TrialStatus::Passed);
+        executor.stop().await;
+    }
+    check(
+        json!({ "install": "touch installed" }),
+        &["profile.install", "turn.1.agent", "check.0"],
+    )
+    .await;
+    check(json!({}), &["turn.1.agent", "check.0"]).await;
 }
 
 #[tokio::test]
@@ -151,7 +193,7 @@ async fn a_worker_that_dies_leaves_the_agent_and_the_next_one_waits_for_it() {
         (session.hello.slots, session.hello.sandboxes.as_slice()),
         (3, &[held.lease.sandbox.clone()][..])
     );
-    session.send(to_worker::Message::Lease(held.adopt(2))).await;
+    session.lease(&held.adopt(2)).await;
     assert!(agent.exists(), "the agent never noticed");
     held.open();
     let told = session.until(|told| told.credits == 1).await;
@@ -166,15 +208,16 @@ async fn reports_that_nobody_acknowledged_are_sent_again() {
     let executor = grid.executor();
     let mut session = grid.session().await;
     held.begin(&grid, &mut session).await;
-    let before = session.overhear(|told| told.steps.len() == 2).await;
-    drop(session);
+    session.acknowledge_if(|_| false);
     held.open();
+    let before = session.until(|told| !told.results.is_empty()).await;
+    drop(session);
     let mut session = grid.session().await;
     assert_eq!(session.hello.held, [1]);
     assert_eq!(session.hello.slots, 2);
     let after = session.until(|told| told.credits == 1).await;
     assert_eq!(after.reports[..before.reports.len()], before.reports, "the same ones, first");
-    assert_eq!(after.step_names(), ["sandbox.create", "profile.home", "turn.1.agent", "check.0"]);
+    assert_eq!(after.step_names(), ["turn.1.agent", "check.0"]);
     assert_eq!(after.outcome().status(), TrialStatus::Passed);
     assert_eq!(after.destroyed, std::slice::from_ref(&held.lease.sandbox));
     executor.stop().await;
@@ -185,12 +228,11 @@ async fn a_sandbox_stays_until_the_outcome_is_durable() {
     let mut grid = Grid::new().await;
     let executor = grid.executor();
     let mut session = grid.session().await;
+    session.acknowledge_if(|report| report.results.is_empty());
     session
-        .send(to_worker::Message::Lease(
-            grid.lease(1, &request("true", json!({ "verify": "true" }), json!({}))),
-        ))
+        .lease(&grid.lease(1, &request("true", json!({ "verify": "true" }), json!({}))))
         .await;
-    let told = session.overhear(|told| !told.results.is_empty()).await;
+    let told = session.until(|told| !told.results.is_empty()).await;
     drop(session);
     let mut session = grid.session().await;
     assert_eq!(grid.sandboxes().len(), 1);
@@ -226,8 +268,7 @@ async fn a_stale_token_makes_the_worker_stop_acting() {
     let held = Held::new(&grid, 1);
     let executor = grid.executor();
     let mut session = grid.session().await;
-    held.begin(&grid, &mut session).await;
-    let number = session.report().await.unwrap().number;
+    let number = held.begin(&grid, &mut session).await.reports[0].number;
     session.ack(number, vec![1]).await;
     let told = session.until(|told| told.credits == 1).await;
     assert_eq!((told.destroyed.len(), told.results.len(), told.failures.len()), (0, 0, 0));
@@ -240,13 +281,29 @@ async fn a_stale_token_makes_the_worker_stop_acting() {
 }
 
 #[tokio::test]
+async fn a_stale_token_is_no_leave_to_start_a_process() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    session.acknowledge_if(|_| false);
+    session.lease(&held.lease).await;
+    let told = session.until(|told| !told.steps.is_empty()).await;
+    session.ack(told.reports[0].number, vec![1]).await;
+    let told = session.until(|told| told.credits == 1).await;
+    assert_eq!((told.steps.len(), told.destroyed.len(), told.failures.len()), (0, 0, 0));
+    assert!(!held.file(&grid, "workspace/started").exists());
+    executor.stop().await;
+}
+
+#[tokio::test]
 async fn a_newer_lease_of_the_same_sandbox_takes_it_over() {
     let mut grid = Grid::new().await;
     let held = Held::new(&grid, 1);
     let executor = grid.executor();
     let mut session = grid.session().await;
     held.begin(&grid, &mut session).await;
-    session.send(to_worker::Message::Lease(held.adopt(2))).await;
+    session.lease(&held.adopt(2)).await;
     held.open();
     let told = session.until(|told| told.credits == 2).await;
     assert_eq!(told.results.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [2]);
@@ -259,10 +316,10 @@ async fn silence_for_the_time_of_a_lease_ends_all_leases() {
     let held = Held::new(&grid, 1);
     let executor = grid.executor();
     let mut session = grid.connection().await;
-    session.heartbeats = false;
+    session.fall_silent();
     session.welcome(300).await;
     // The lease comes late in its own time, so the agent may not have started when it ends: wait for the sandbox only.
-    session.send(to_worker::Message::Lease(held.lease.clone())).await;
+    session.lease(&held.lease).await;
     let mut next = grid.session().await;
     assert_eq!((next.hello.held.len(), next.hello.slots), (0, 3));
     session.closed().await;
@@ -294,13 +351,49 @@ async fn stopping_gives_the_leases_back_and_leaves_the_agents() {
     assert!(agent.exists());
     let executor = grid.executor();
     let mut session = grid.session().await;
-    session.send(to_worker::Message::Lease(held.adopt(2))).await;
+    session.lease(&held.adopt(2)).await;
     held.open();
     assert_eq!(
         session.until(|told| told.credits == 1).await.outcome().status(),
         TrialStatus::Passed
     );
     executor.stop().await;
+}
+
+#[tokio::test]
+async fn a_stopping_worker_gives_each_new_lease_back_once_and_takes_no_more() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    held.begin(&grid, &mut session).await;
+    // It stays while something is not acknowledged, and goes as soon as everything is.
+    session.acknowledge_if(|_| false);
+    executor.ask_to_stop();
+    let mut told = vec![session.until(|told| !told.failures.is_empty()).await];
+    let request = request("true", json!({ "verify": "true" }), json!({}));
+    // More than it ever had slots.
+    for token in 2..=5 {
+        session.lease(&grid.lease(token, &request)).await;
+    }
+    told.push(session.until(|told| told.failures.len() == 4).await);
+    session.acknowledge_if(|_| true);
+    session.make_up().await;
+    executor.ended().await;
+    told.push(session.closed().await);
+    let failures: Vec<_> = told
+        .iter()
+        .flat_map(|told| &told.failures)
+        .map(|failure| (failure.0, failure.1))
+        .collect();
+    assert_eq!(failures, [1, 2, 3, 4, 5].map(|token| (token, AttemptFailureKind::Released.into())));
+    for told in told {
+        assert_eq!(
+            (told.credits, told.steps.len(), told.results.len(), told.destroyed.len()),
+            (0, 0, 0, 0)
+        );
+    }
+    assert_eq!(grid.sandboxes().len(), 1, "only the one that was there before");
 }
 
 #[tokio::test]
@@ -312,7 +405,6 @@ async fn stopping_without_a_scheduler_takes_a_bounded_time() {
     held.begin(&grid, &mut session).await;
     drop(session);
     executor.stop().await;
-    held.open();
 }
 
 #[tokio::test]
@@ -323,7 +415,7 @@ async fn attempts_that_cannot_begin() {
         change(&mut lease);
         let executor = grid.executor();
         let mut session = grid.session().await;
-        session.send(to_worker::Message::Lease(lease)).await;
+        session.lease(&lease).await;
         let told = session.until(|told| told.credits == 1).await;
         assert_eq!(told.failures.len(), 1);
         let (token, found, text) = &told.failures[0];

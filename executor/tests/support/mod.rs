@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    error::Error,
     net::SocketAddr,
     path::{Path, PathBuf},
     pin::Pin,
@@ -23,7 +24,7 @@ use evalgrid_proto::v1::{
     from_worker, to_worker,
     workers_server::{Workers, WorkersServer},
 };
-use evalgrid_sandbox::Limits;
+use evalgrid_sandbox::{Limits, ProcessProvider, SandboxProvider as _};
 use futures::Stream;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
@@ -70,12 +71,7 @@ impl Workers for Service {
                 message: Some(from_worker::Message::Hello(hello)),
             })) = incoming.message().await
             {
-                let _ = sessions.send(Session {
-                    hello,
-                    incoming,
-                    to_worker: Some(to_worker),
-                    heartbeats: true,
-                });
+                let _ = sessions.send(Session::new(hello, incoming, to_worker));
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
@@ -166,7 +162,7 @@ impl Grid {
             slots: 3,
             process_sandbox: ProcessPolicy::On,
             network: true,
-            supervisor_executable: PathBuf::from(env!("CARGO_BIN_EXE_evalgrid-executor-host")),
+            supervisor_executable: host(),
             limits: Limits {
                 memory_bytes: 1 << 30,
                 pids: 256,
@@ -244,7 +240,7 @@ impl Grid {
     pub async fn trial(&mut self, lease: Lease) -> Told {
         let executor = self.executor();
         let mut session = self.session().await;
-        session.send(to_worker::Message::Lease(lease)).await;
+        session.lease(&lease).await;
         let told = session.until(|told| told.credits == 1).await;
         assert!(self.sandboxes().is_empty(), "everything is gone");
         executor.stop().await;
@@ -263,9 +259,35 @@ fn is_sandbox(path: &Path) -> bool {
 }
 
 impl Drop for Grid {
+    /// Also destroys the sandboxes that are left: their supervisors outlive this process.
     fn drop(&mut self) {
         self.server.abort();
+        let root = self.folder.path().join("worker/process");
+        if !root.exists() {
+            return;
+        }
+        // A thread of its own, because the test's runtime cannot be waited for here. Its errors are not worth a panic within a panic.
+        let destroyed = std::thread::spawn(move || -> Result<(), Box<dyn Error + Send + Sync>> {
+            let provider = ProcessProvider::new(root, Some(host()))?;
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(async {
+                for name in provider.list().await? {
+                    timeout(PATIENCE, provider.destroy(&name)).await??;
+                }
+                Ok(())
+            })
+        });
+        match destroyed.join() {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => eprintln!("a sandbox may be left: {error}"),
+            Err(_) => eprintln!("a sandbox may be left"),
+        }
     }
+}
+
+/// The program that supervises.
+fn host() -> PathBuf {
+    PathBuf::from(env!("CARGO_BIN_EXE_evalgrid-executor-host"))
 }
 
 pub struct Executor {
@@ -276,8 +298,9 @@ pub struct Executor {
 
 impl Drop for Executor {
     fn drop(&mut self) {
+        // Waited for, so that it makes no sandbox after the grid has destroyed them all; in a thread, because this one has a runtime too.
         if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+            let _ = std::thread::spawn(move || runtime.shutdown_timeout(PATIENCE)).join();
         }
     }
 }
@@ -312,13 +335,56 @@ impl Executor {
     }
 }
 
-/// One connection of the worker.
+/// Whether a report is acknowledged at once.
+type Policy = Box<dyn Fn(&Report) -> bool + Send>;
+
+/// One connection of the worker. Answers heartbeats and acknowledges every report, in the background, unless a test says otherwise.
 pub struct Session {
     pub hello: Hello,
-    incoming: Streaming<FromWorker>,
-    to_worker: Option<mpsc::Sender<Result<ToWorker, Status>>>,
-    /// Answer heartbeats.
-    pub heartbeats: bool,
+    to_worker: ToWorkerSender,
+    reports: mpsc::UnboundedReceiver<Report>,
+    answers: Arc<Mutex<Answers>>,
+    listener: JoinHandle<()>,
+}
+
+type ToWorkerSender = mpsc::Sender<Result<ToWorker, Status>>;
+
+struct Answers {
+    heartbeats: bool,
+    acknowledged: Policy,
+    /// Numbers of reports without an acknowledgement.
+    withheld: Vec<u64>,
+}
+
+impl Answers {
+    fn to(&mut self, message: &from_worker::Message) -> Option<to_worker::Message> {
+        match message {
+            from_worker::Message::Heartbeat(beat) => self
+                .heartbeats
+                .then_some(to_worker::Message::Heartbeat(HeartbeatReply { number: beat.number })),
+            from_worker::Message::Report(report) if (self.acknowledged)(report) => Some(ack(report.number, Vec::new())),
+            from_worker::Message::Report(report) => {
+                self.withheld.push(report.number);
+                None
+            }
+            from_worker::Message::Hello(_) => panic!("a second Hello"),
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.listener.abort();
+    }
+}
+
+fn ack(number: u64, stale: Vec<u64>) -> to_worker::Message {
+    to_worker::Message::Ack(Ack { number, stale })
+}
+
+async fn send(to_worker: &ToWorkerSender, message: to_worker::Message) {
+    // The worker may have closed the stream meanwhile.
+    let _ = soon("room to send", to_worker.send(Ok(ToWorker { message: Some(message) }))).await;
 }
 
 /// What the worker has reported.
@@ -368,6 +434,36 @@ impl Told {
 }
 
 impl Session {
+    fn new(hello: Hello, mut incoming: Streaming<FromWorker>, to_worker: ToWorkerSender) -> Self {
+        let answers = Arc::new(Mutex::new(Answers {
+            heartbeats: true,
+            acknowledged: Box::new(|_| true),
+            withheld: Vec::new(),
+        }));
+        let (sender, reports) = mpsc::unbounded_channel();
+        let listener = {
+            let (answers, to_worker) = (answers.clone(), to_worker.clone());
+            tokio::spawn(async move {
+                while let Ok(Some(FromWorker { message: Some(message) })) = incoming.message().await {
+                    let answer = answers.lock().unwrap().to(&message);
+                    if let Some(answer) = answer {
+                        send(&to_worker, answer).await;
+                    }
+                    if let from_worker::Message::Report(report) = message {
+                        let _ = sender.send(report);
+                    }
+                }
+            })
+        };
+        Self {
+            hello,
+            to_worker,
+            reports,
+            answers,
+            listener,
+        }
+    }
+
     pub async fn welcome(&mut self, lease_ms: u64) {
         self.send(to_worker::Message::Welcome(Welcome {
             lease_ms,
@@ -377,8 +473,11 @@ impl Session {
     }
 
     pub async fn send(&mut self, message: to_worker::Message) {
-        let sender = self.to_worker.as_ref().unwrap();
-        sender.send(Ok(ToWorker { message: Some(message) })).await.unwrap();
+        send(&self.to_worker, message).await;
+    }
+
+    pub async fn lease(&mut self, lease: &Lease) {
+        self.send(to_worker::Message::Lease(lease.clone())).await;
     }
 
     pub async fn revoke(&mut self, token: u64) {
@@ -393,44 +492,35 @@ impl Session {
         self.send(to_worker::Message::Destroy(Destroy { sandbox: sandbox.into() })).await;
     }
 
+    /// From now on no heartbeat is answered.
+    pub fn fall_silent(&mut self) {
+        self.answers.lock().unwrap().heartbeats = false;
+    }
+
+    /// From now on only such reports are acknowledged.
+    pub fn acknowledge_if(&mut self, policy: impl Fn(&Report) -> bool + Send + 'static) {
+        self.answers.lock().unwrap().acknowledged = Box::new(policy);
+    }
+
+    /// Acknowledges what was withheld.
+    pub async fn make_up(&mut self) {
+        let withheld = std::mem::take(&mut self.answers.lock().unwrap().withheld);
+        for number in withheld {
+            self.send(ack(number, Vec::new())).await;
+        }
+    }
+
     pub async fn ack(&mut self, number: u64, stale: Vec<u64>) {
-        self.send(to_worker::Message::Ack(Ack { number, stale })).await;
+        self.send(ack(number, stale)).await;
     }
 
-    /// The next report; answers heartbeats on the way. `None`: the worker has closed the stream.
+    /// The next report. `None`: the worker has closed the stream.
     pub async fn report(&mut self) -> Option<Report> {
-        soon("a report", self.next_report()).await
+        soon("a report", self.reports.recv()).await
     }
 
-    async fn next_report(&mut self) -> Option<Report> {
-        loop {
-            let message = self.incoming.message().await.ok()??.message.unwrap();
-            match message {
-                from_worker::Message::Heartbeat(beat) if self.heartbeats => {
-                    self.send(to_worker::Message::Heartbeat(HeartbeatReply { number: beat.number }))
-                        .await;
-                }
-                from_worker::Message::Heartbeat(_) => {}
-                from_worker::Message::Report(report) => return Some(report),
-                from_worker::Message::Hello(_) => panic!("a second Hello"),
-            }
-        }
-    }
-
-    /// Acknowledges reports until `enough`.
+    /// Listens until `enough`.
     pub async fn until(&mut self, enough: impl Fn(&Told) -> bool) -> Told {
-        let mut told = Told::default();
-        while !enough(&told) {
-            let report = self.report().await.expect("the worker stays");
-            let number = report.number;
-            told.add(report);
-            self.ack(number, Vec::new()).await;
-        }
-        told
-    }
-
-    /// Listens, without acknowledging, until `enough`.
-    pub async fn overhear(&mut self, enough: impl Fn(&Told) -> bool) -> Told {
         let mut told = Told::default();
         while !enough(&told) {
             told.add(self.report().await.expect("the worker stays"));
@@ -438,9 +528,13 @@ impl Session {
         told
     }
 
-    /// Waits until the worker closes the stream.
-    pub async fn closed(mut self) {
-        while self.report().await.is_some() {}
+    /// Listens until the worker closes the stream.
+    pub async fn closed(mut self) -> Told {
+        let mut told = Told::default();
+        while let Some(report) = self.report().await {
+            told.add(report);
+        }
+        told
     }
 }
 
