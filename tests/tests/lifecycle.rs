@@ -172,12 +172,7 @@ async fn sources_profiles_and_conversations() {
     // The program itself, not `git daemon`, which would leave it behind when killed.
     let programs = String::from_utf8(Command::new("git").arg("--exec-path").output().unwrap().stdout).unwrap();
     let daemon = Command::new(Path::new(programs.trim()).join("git-daemon"))
-        .args([
-            "--export-all",
-            "--reuseaddr",
-            "--listen=127.0.0.1",
-            &format!("--port={port}"),
-        ])
+        .args(["--export-all", "--reuseaddr", "--listen=127.0.0.1", &format!("--port={port}")])
         .arg(format!("--base-path={}", folder.path().join("served").display()))
         .arg(folder.path().join("served"))
         .stderr(std::process::Stdio::null())
