@@ -86,6 +86,9 @@ pub enum ExecutorError {
     /// A provider of sandboxes.
     #[error("the {0} sandboxes: {1}")]
     Provider(&'static str, #[source] SandboxError),
+    /// The scheduler does not know the token, and never has.
+    #[error("{0} does not accept this workers' token; set EVALGRID_WORKER_TOKEN to what is in the scheduler's DATA/worker-token")]
+    Refused(String),
     /// There is no provider at all.
     #[error("no kind of sandbox works here: {0}")]
     NoSandbox(String),
@@ -115,22 +118,28 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
         }
     };
     tokio::select! {
-        () = stay_connected(&worker, &client) => {}
-        () = stop => {}
+        () = stay_connected(&worker, &client) => Err(ExecutorError::Refused(options.scheduler)),
+        () = stop => Ok(()),
     }
-    Ok(())
 }
 
-/// One session after the other, for ever.
+/// One session after the other, for ever; returns only if the token has been refused from the start.
 async fn stay_connected(worker: &Arc<Worker>, client: &Client) {
     let mut pauses = Pauses::new(FIRST_PAUSE, LONGEST_PAUSE);
+    let mut known = false;
     loop {
         let welcomed = || {
             tracing::info!("connected to the scheduler");
             pauses.reset();
+            known = true;
         };
         tokio::select! {
-            Err(end) = link::session(worker, client, welcomed) => tracing::warn!("no connection to the scheduler: {end}"),
+            Err(end) = link::session(worker, client, welcomed) => {
+                if end.is_refusal() && !known {
+                    return;
+                }
+                tracing::warn!("no connection to the scheduler: {end}");
+            }
             () = worker.silence() => worker.expire(),
         }
         let pause = sleep(pauses.next());

@@ -9,7 +9,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
-    Request, Status, Streaming,
+    Code, Request, Status, Streaming,
     metadata::{Ascii, MetadataValue},
     transport::{Channel, Endpoint},
 };
@@ -79,7 +79,7 @@ impl Client {
 /// Why a session ended. Every one is followed by another.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionEnd {
-    #[error("{0}")]
+    #[error("{}", .0.message())]
     Status(#[from] Box<Status>),
     #[error("the scheduler closed the stream")]
     Closed,
@@ -87,6 +87,13 @@ pub(crate) enum SessionEnd {
     Silent,
     #[error("the scheduler spoke first of something else than Welcome")]
     NoWelcome,
+}
+
+impl SessionEnd {
+    /// The scheduler does not know the token.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Status(status) if status.code() == Code::Unauthenticated)
+    }
 }
 
 impl From<Status> for SessionEnd {

@@ -50,11 +50,16 @@ fn empty_if_missing(text: io::Result<String>) -> io::Result<String> {
     }
 }
 
-/// The last thing that a failed process said, for people.
-pub(crate) fn last_words(who: &str, output: &StepOutput, redactor: &Redactor) -> Option<String> {
-    let stderr = stderr_tail(output).ok()?;
-    let line = stderr.lines().map(str::trim).rfind(|line| !line.is_empty())?;
-    Some(format!("{who} ended with: {}", failure_text(&redactor.text(line))))
+/// That a process failed, with which status, and the last thing it said, for people.
+pub(crate) fn last_words(who: &str, code: i32, output: &StepOutput, redactor: &Redactor) -> String {
+    let stderr = stderr_tail(output).unwrap_or_default();
+    match stderr.lines().map(str::trim).rfind(|line| !line.is_empty()) {
+        Some(line) => format!(
+            "{who} exited with status {code}; its last line on stderr: {}",
+            failure_text(&redactor.text(line))
+        ),
+        None => format!("{who} exited with status {code} and wrote nothing to stderr"),
+    }
 }
 
 /// Why git failed: its last `fatal:` or `error:`, else whatever it said last.
@@ -120,7 +125,10 @@ mod tests {
             for text in [stdout(&output), stderr(&output), stderr_tail(&output)] {
                 assert_eq!(text.unwrap(), "");
             }
-            assert_eq!(last_words("It", &output, &Redactor::default()), None);
+            assert_eq!(
+                last_words("It", 7, &output, &Redactor::default()),
+                "It exited with status 7 and wrote nothing to stderr"
+            );
             output.stdout = folder.path().join("missing");
             output.stdout_bytes = 1;
             assert_eq!(stdout(&output).unwrap_err().kind(), io::ErrorKind::NotFound);
@@ -149,6 +157,9 @@ mod tests {
         output.stdout_tail = Some(path("tail"));
         assert!(stdout(&output).unwrap().ends_with("the end"));
         std::fs::write(&output.stderr, "one\ntwo\n\n").unwrap();
-        assert_eq!(last_words("It", &output, &Redactor::default()).unwrap(), "It ended with: two");
+        assert_eq!(
+            last_words("It", 1, &output, &Redactor::default()),
+            "It exited with status 1; its last line on stderr: two"
+        );
     }
 }

@@ -156,7 +156,12 @@ async fn install(attempt: &Attempt<'_>, install: &str) -> Result<SetUp, Stop> {
     };
     let mut diagnostics = memory_diagnostics(&exit, "profile.install");
     if failure.is_some() {
-        diagnostics.extend(output::last_words("The profile's install", &exit.output, &attempt.redactor));
+        diagnostics.push(output::last_words(
+            "The profile's install",
+            exit.code,
+            &exit.output,
+            &attempt.redactor,
+        ));
     }
     Ok(SetUp { failure, diagnostics })
 }

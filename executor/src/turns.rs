@@ -106,6 +106,10 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     let mut session_id: Option<String> = None;
     for (prompt, number) in prompts.zip(1..) {
         if number > 1 && session_id.is_none() {
+            account.diagnostics(vec![format!(
+                "The conversation ended after turn {}: the agent printed no Started with a sessionId, so nothing could continue it",
+                number - 1
+            )]);
             break;
         }
         let left_ms = limit_ms.saturating_sub(account.model_ms());
@@ -276,7 +280,7 @@ impl Reader {
         if exit.code != 0 {
             record
                 .diagnostics
-                .extend(output::last_words("The agent's process", &exit.output, &self.redactor));
+                .push(output::last_words("The agent", exit.code, &exit.output, &self.redactor));
         }
         Ok(record)
     }
