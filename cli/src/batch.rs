@@ -6,7 +6,11 @@ use evalgrid_domain::timestamp;
 use evalgrid_proto::v1::{Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, StartBatchRequest};
 use http_body_util::BodyExt as _;
 
-use crate::{Failure, client, grid, http, options, output, progress};
+use crate::{
+    Failure,
+    client::{self, Batches},
+    grid, http, options, output, progress, reasons, warnings,
+};
 
 pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
     match command {
@@ -18,26 +22,32 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
         } => start(&file, &client, watch, idempotency_key).await,
         options::Batch::Watch { id, client } => {
             let mut batches = client::batches(&client).await?;
-            conclude(&progress::follow(&mut batches, &id).await?)
+            let batch = progress::follow(&mut batches, &id).await?;
+            conclude(&mut batches, &batch).await
         }
         options::Batch::Get { id, client, json, api } => match json {
             true => whole(&id, &client, &api).await,
             false => {
                 let mut batches = client::batches(&client).await?;
-                output::print(&grid::render(&progress::get(&mut batches, &id).await?))
+                let batch = progress::get(&mut batches, &id).await?;
+                show(&mut batches, &batch).await
             }
         },
         options::Batch::List { client, limit } => list(&client, limit).await,
         options::Batch::Cancel { id, client } => {
-            let answer = client::batches(&client).await?.cancel(CancelBatchRequest { id }).await;
+            let mut batches = client::batches(&client).await?;
+            let answer = batches.cancel(CancelBatchRequest { id }).await;
             let batch = answer.map_err(|status| client::refused(&status))?.into_inner();
-            output::print(&grid::render(&batch))
+            show(&mut batches, &batch).await
         }
     }
 }
 
 async fn start(file: &Path, client: &options::Client, watch: bool, idempotency_key: Option<String>) -> Result<(), Failure> {
     let json = read(file)?;
+    for warning in warnings::of(&json) {
+        eprintln!("warning: {}", output::plain(&warning));
+    }
     let mut batches = client::batches(client).await?;
     let request = StartBatchRequest {
         json: json.into(),
@@ -50,11 +60,13 @@ async fn start(file: &Path, client: &options::Client, watch: bool, idempotency_k
         .into_inner();
     output::line(&started.id)?;
     if watch {
-        return conclude(&progress::follow(&mut batches, &started.id).await?);
+        let batch = progress::follow(&mut batches, &started.id).await?;
+        return conclude(&mut batches, &batch).await;
     }
     eprintln!(
-        "{} runs have been started. To follow them: evalgrid batch watch {}",
-        started.runs.len(),
+        "Started {}. To follow: {} batch watch {}",
+        output::count(started.runs.len(), "run"),
+        output::program(),
         started.id
     );
     Ok(())
@@ -83,9 +95,15 @@ fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     Ok(bytes)
 }
 
+/// Shows the results so far.
+pub(crate) async fn show(batches: &mut Batches, batch: &Batch) -> Result<(), Failure> {
+    let reasons = reasons::of(batches, batch).await;
+    output::print(&grid::render(batch, &reasons))
+}
+
 /// Shows the results. A batch that ended early is a failure of the command; trials that failed are results.
-pub(crate) fn conclude(batch: &Batch) -> Result<(), Failure> {
-    output::print(&grid::render(batch))?;
+async fn conclude(batches: &mut Batches, batch: &Batch) -> Result<(), Failure> {
+    show(batches, batch).await?;
     match batch.status() {
         BatchStatus::Failed => Err(Failure::Bad),
         _ => Ok(()),
@@ -120,7 +138,7 @@ async fn list(client: &options::Client, limit: i64) -> Result<(), Failure> {
     let page = answer.into_inner();
     let text: String = page.batches.iter().map(row).collect();
     output::print(&text)?;
-    eprintln!("{} of {} batches.", page.batches.len(), page.total);
+    eprintln!("{} of {}.", page.batches.len(), output::count(page.total, "batch"));
     Ok(())
 }
 
@@ -136,13 +154,13 @@ fn row(batch: &BatchSummary) -> String {
         .map(|failure| format!("  {}", output::short(failure, 80)))
         .unwrap_or_default();
     format!(
-        "{}  {}  {status:8}  {} passed of {} scored, {} void  ({} cases, {} runs){failure}\n",
+        "{}  {}  {status:8}  {} passed of {} scored, {} void  ({}, {}){failure}\n",
         batch.id,
         timestamp::format(batch.started_at_ms),
         batch.passed,
         batch.scored,
         batch.voided,
-        batch.cases,
-        batch.runs,
+        output::count(batch.cases, "case"),
+        output::count(batch.runs, "run"),
     )
 }

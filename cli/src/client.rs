@@ -102,7 +102,7 @@ async fn connect(address: &str) -> Result<Channel, Failure> {
 pub(crate) fn unreachable_at(address: &str) -> Failure {
     Failure::new(
         format!("no scheduler answers at {address}"),
-        "Start one with `evalgrid serve`, or name another with --scheduler.",
+        format!("Start one with `{} serve`, or name another with --scheduler.", output::program()),
     )
 }
 
@@ -112,8 +112,49 @@ fn bearer(secret: &str) -> Result<Bearer, Failure> {
         .map_err(|_| Failure::usage("the key has characters that no key has", "Copy it again, without line breaks."))
 }
 
-/// What a refused call means, and what to do.
+/// What a refused call about batches means, and what to do.
 pub(crate) fn refused(status: &Status) -> Failure {
+    let program = output::program();
+    let next = match status.code() {
+        Code::Unauthenticated => "Check the key: EVALGRID_API_KEY, or the file api-key of the right data folder in --data.".to_owned(),
+        Code::PermissionDenied => format!("Use a key with that permission: {program} keys create --permissions …"),
+        Code::NotFound => format!("See what there is: {program} batch list"),
+        Code::FailedPrecondition | Code::Aborted => format!("See what runs: {program} batch list"),
+        Code::InvalidArgument => "Correct the request and send it again.".to_owned(),
+        code => failed(code).to_owned(),
+    };
+    told(status, next)
+}
+
+/// What a refused call about keys means, and what to do.
+pub(crate) fn refused_to_operator(status: &Status) -> Failure {
+    let program = output::program();
+    let next = match status.code() {
+        Code::Unauthenticated | Code::PermissionDenied => {
+            "Check the token: EVALGRID_ADMIN_TOKEN, or the file admin-token of the right data folder in --data.".to_owned()
+        }
+        // The message begins with the name of the field that is wrong.
+        Code::InvalidArgument => match status.message().split(':').next() {
+            Some("permissions") => "Correct --permissions.".to_owned(),
+            Some("organization") => "Correct --org.".to_owned(),
+            Some("name") => "Correct --name.".to_owned(),
+            _ => format!("See the keys: {program} keys list"),
+        },
+        Code::NotFound | Code::FailedPrecondition | Code::Aborted => format!("See the keys: {program} keys list"),
+        code => failed(code).to_owned(),
+    };
+    told(status, next)
+}
+
+/// What to do where it was not the caller's mistake.
+fn failed(code: Code) -> &'static str {
+    match code {
+        Code::Unavailable | Code::DeadlineExceeded | Code::ResourceExhausted | Code::Cancelled => "Try again in a moment.",
+        _ => "See the server's log.",
+    }
+}
+
+fn told(status: &Status, next: String) -> Failure {
     let refusal = match status.details() {
         [] => None,
         details => Refusal::decode(details).ok(),
@@ -123,15 +164,6 @@ pub(crate) fn refused(status: &Status) -> Failure {
         .map(|refusal| refusal.message.as_str())
         .filter(|text| !text.is_empty());
     let message = output::plain(message.unwrap_or(status.message()));
-    let next = match status.code() {
-        Code::Unauthenticated => "Check the key: EVALGRID_API_KEY, or the file api-key of the right data folder in --data.",
-        Code::PermissionDenied => "Use a key with that permission: evalgrid keys create --permissions …",
-        Code::NotFound => "See what there is: evalgrid batch list",
-        Code::InvalidArgument => "Correct the request and send it again.",
-        Code::FailedPrecondition | Code::Aborted => "See what runs: evalgrid batch list",
-        Code::Unavailable | Code::DeadlineExceeded | Code::ResourceExhausted | Code::Cancelled => "Try again in a moment.",
-        _ => "See the server's log.",
-    };
     let message = match message.is_empty() {
         true => format!("the scheduler answered {:?}", status.code()),
         false => message,

@@ -33,6 +33,27 @@ fn variable(long: &str) -> String {
     format!("EVALGRID_{}", long.replace('-', "_").to_uppercase())
 }
 
+/// Variables of the project's own that are no flag's: of its tests and runs, and those that it gives to git in a sandbox.
+const OTHER_VARIABLES: &[&str] = &[
+    "EVALGRID_BIN",
+    "EVALGRID_GIT_PASSWORD",
+    "EVALGRID_GIT_USER",
+    "EVALGRID_LONG",
+    "EVALGRID_SEED",
+    "EVALGRID_SOURCE_REF",
+    "EVALGRID_SOURCE_URL",
+    "EVALGRID_UPDATE",
+];
+
+/// Variables that look like a flag's and are none's: most likely a slip.
+pub(crate) fn unknown_variables(variables: &BTreeMap<String, OsString>) -> Vec<String> {
+    let known: Vec<String> = flags(&command()).iter().map(|long| variable(long)).collect();
+    let ours = variables.keys().filter(|name| name.starts_with("EVALGRID_"));
+    ours.filter(|name| !known.contains(name) && !OTHER_VARIABLES.contains(&name.as_str()))
+        .cloned()
+        .collect()
+}
+
 /// What the command line, variables and file together say.
 pub(crate) fn read(args: Vec<OsString>, variables: &BTreeMap<String, OsString>) -> Result<Cli, Failure> {
     let mut args = args;
@@ -41,25 +62,45 @@ pub(crate) fn read(args: Vec<OsString>, variables: &BTreeMap<String, OsString>) 
         let value = variables.get(&variable(long)).filter(|value| !value.is_empty())?;
         Some(value.clone())
     });
-    append(&mut args, from_variables);
-    let matches = command()
-        .try_get_matches_from(&args)
-        .map_err(|error| within("a variable EVALGRID_…", &error))?;
-
-    if let Some(path) = leaf(&matches).1.get_one::<std::path::PathBuf>("config") {
-        let entries = file(path)?;
-        append(&mut args, missing(&matches, |long| entries.get(long).map(OsString::from)));
+    let mut matches = append(&mut args, from_variables, variable)?;
+    if let Some(path) = leaf(&matches).1.get_one::<std::path::PathBuf>("config").cloned() {
+        let entries = file(&path)?;
+        let from_file = missing(&matches, |long| entries.get(long).map(OsString::from));
+        matches = append(&mut args, from_file, |long| format!("{}: {long}", path.display()))?;
     }
-    let matches = command()
-        .try_get_matches_from(&args)
-        .map_err(|error| within("the configuration file", &error))?;
     Cli::from_arg_matches(&matches).map_err(Failure::Clap)
 }
 
-fn within(place: &str, error: &clap::Error) -> Failure {
+/// Puts the flags on the command line, one after the other, so that a value that does not fit is told with the place that it is from.
+/// Before a `--`, behind which nothing is a flag.
+fn append(args: &mut Vec<OsString>, flags: Vec<(String, OsString)>, place: impl Fn(&str) -> String) -> Result<ArgMatches, Failure> {
+    let mut matches = command().try_get_matches_from(&*args).map_err(Failure::Clap)?;
+    for (long, value) in flags {
+        let mut flag = OsString::from(format!("--{long}="));
+        flag.push(value);
+        let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+        args.insert(end, flag);
+        matches = command()
+            .try_get_matches_from(&*args)
+            .map_err(|error| within(&place(&long), &long, &error))?;
+    }
+    Ok(matches)
+}
+
+/// The error without what speaks of a flag that nobody wrote.
+fn within(place: &str, long: &str, error: &clap::Error) -> Failure {
     let text = error.to_string();
-    let text = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
-    Failure::usage(format!("{place}: {text}"), "Correct it, or see --help for what the flag takes.")
+    let mut lines = text.lines();
+    let mut what = lines.next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+    if let Some(start) = what.find(&format!(" for '--{long}"))
+        && let Some(end) = what[start + 6..].find('\'')
+    {
+        what.replace_range(start..start + 6 + end + 1, "");
+    }
+    if let Some(values) = lines.next().map(str::trim).filter(|line| line.starts_with("[possible values")) {
+        what.push_str(&format!(" {values}"));
+    }
+    Failure::usage(format!("{place}: {what}"), "Correct it, or see --help for what the flag takes.")
 }
 
 /// The chosen subcommand's path and matches.
@@ -72,8 +113,8 @@ fn leaf(matches: &ArgMatches) -> (Vec<&str>, &ArgMatches) {
     (path, matches)
 }
 
-/// `--flag=value` for each flag of the chosen command that the command line does not have and `find` knows.
-fn missing(matches: &ArgMatches, find: impl Fn(&str) -> Option<OsString>) -> Vec<OsString> {
+/// Name and value of each flag of the chosen command that the command line does not have and `find` knows.
+fn missing(matches: &ArgMatches, find: impl Fn(&str) -> Option<OsString>) -> Vec<(String, OsString)> {
     let (path, matches) = leaf(matches);
     let mut root = command();
     root.build();
@@ -88,32 +129,20 @@ fn missing(matches: &ArgMatches, find: impl Fn(&str) -> Option<OsString>) -> Vec
             continue;
         }
         if let Some(value) = find(long) {
-            let mut flag = OsString::from(format!("--{long}="));
-            flag.push(value);
-            flags.push(flag);
+            flags.push((long.to_owned(), value));
         }
     }
     flags
 }
 
-/// Before a `--`, behind which nothing is a flag.
-fn append(args: &mut Vec<OsString>, flags: Vec<OsString>) {
-    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
-    args.splice(end..end, flags);
-}
-
 /// The file's entries as texts. A key that is no flag of any command is a mistake, one of another command is not.
 fn file(path: &Path) -> Result<BTreeMap<String, String>, Failure> {
     let shown = path.display();
-    let text = fs::read_to_string(path).map_err(|error| {
-        Failure::usage(
-            format!("the configuration file {shown}: {error}"),
-            "Name another one with --config.",
-        )
-    })?;
+    let text = fs::read_to_string(path)
+        .map_err(|error| Failure::usage(format!("{shown}: {error}"), "Name another configuration file with --config."))?;
     let table: toml::Table = text
         .parse()
-        .map_err(|error| Failure::usage(format!("the configuration file {shown}: {error}"), "It must be TOML: name = value."))?;
+        .map_err(|error| Failure::usage(format!("{shown}: {error}"), "It must be TOML: name = value."))?;
     let known = flags(&command());
     let unknown: Vec<_> = table
         .keys()
@@ -122,17 +151,12 @@ fn file(path: &Path) -> Result<BTreeMap<String, String>, Failure> {
         .collect();
     if !unknown.is_empty() {
         return Err(Failure::usage(
-            format!("the configuration file {shown} has unknown keys: {}", unknown.join(", ")),
+            format!("{shown}: unknown keys: {}", unknown.join(", ")),
             "Keys are the names of flags without the hyphens in front; see --help.",
         ));
     }
     let text = |key: &str, value: &toml::Value| {
-        one(value).ok_or_else(|| {
-            Failure::usage(
-                format!("the configuration file {shown}: {key} is neither a value nor a list"),
-                "See --help.",
-            )
-        })
+        one(value).ok_or_else(|| Failure::usage(format!("{shown}: {key}: neither a value nor a list"), "See --help."))
     };
     table.iter().map(|(key, value)| Ok((key.clone(), text(key, value)?))).collect()
 }
@@ -300,15 +324,53 @@ mod tests {
             }
         }
         check("serve --slots many", &[], None, &["--slots", "many"]);
-        check("serve", &[("EVALGRID_SLOTS", "many")], None, &["a variable", "--slots", "many"]);
-        check("serve", &[], Some("slots = 'many'"), &["the configuration file", "--slots", "many"]);
-        check("serve", &[], Some("slots = 0"), &["the configuration file", "--slots", "0"]);
+        check(
+            "serve",
+            &[("EVALGRID_SLOTS", "many")],
+            None,
+            &["EVALGRID_SLOTS: invalid value 'many': "],
+        );
+        check(
+            "serve",
+            &[],
+            Some("slots = 'many'"),
+            &["evalgrid.toml: slots: invalid value 'many': "],
+        );
+        check("serve", &[], Some("slots = 0"), &["evalgrid.toml: slots: invalid value '0': "]);
         check("serve", &[], Some("slot = 1\ndate = 'x'"), &["unknown keys", "slot", "date"]);
         check("serve", &[], Some("config = 'other.toml'"), &["unknown keys", "config"]);
-        check("serve", &[], Some("slots = "), &["the configuration file"]);
+        check("serve", &[], Some("slots = "), &["evalgrid.toml: "]);
         check("serve", &[], Some("[slots]\na = 1"), &["slots", "neither"]);
         check("serve --config /nowhere/at/all.toml", &[], None, &["/nowhere/at/all.toml"]);
         check("server", &[], None, &["server"]);
+        // The one that is wrong is named, not its neighbours.
+        let two = [("EVALGRID_DATA", "d"), ("EVALGRID_LOG_FORMAT", "xml"), ("EVALGRID_SLOTS", "2")];
+        check(
+            "serve",
+            &two,
+            None,
+            &["EVALGRID_LOG_FORMAT: invalid value 'xml' [possible values: text, json]"],
+        );
+        check(
+            "serve",
+            &[("EVALGRID_LEASE", "soon")],
+            None,
+            &["EVALGRID_LEASE: invalid value 'soon': "],
+        );
+    }
+
+    #[test]
+    fn variables_of_no_flag_are_found() {
+        let names = [
+            "EVALGRID_SLOT",
+            "EVALGRID_SLOTS",
+            "EVALGRID_SEED",
+            "EVALGRID_API_KEY",
+            "EVALGRID_",
+            "PATH",
+        ];
+        let variables = names.iter().map(|name| ((*name).to_owned(), OsString::from("x"))).collect();
+        assert_eq!(unknown_variables(&variables), ["EVALGRID_", "EVALGRID_SLOT"]);
     }
 
     /// Every command's help, as in `tests/help.txt`. To write that file anew: `EVALGRID_UPDATE=1 cargo test -p evalgrid-cli help`.

@@ -10,7 +10,7 @@ use tokio::{
 };
 
 use crate::{
-    Failure, client, grid, http,
+    Failure, batch, client, http,
     options::{self, SchedulerFlags},
     output, progress,
     roles::{self, All},
@@ -98,7 +98,12 @@ async fn clean_up(places: &Places, key: &str) -> Result<(), Failure> {
         let left = roles::sandboxes(&places.data).join(", ");
         Err(Failure::new(
             format!("sandboxes of the demo are still there: {left}"),
-            format!("To end them: evalgrid serve --data {}{}", places.data.display(), places.again),
+            format!(
+                "To end them: {} serve --data {}{}",
+                output::program(),
+                places.data.display(),
+                places.again
+            ),
         ))
     })
 }
@@ -116,7 +121,7 @@ fn folder() -> Result<PathBuf, Failure> {
     let folder = folder.map_err(|error| {
         Failure::new(
             format!("no temporary folder could be made: {error}"),
-            "Name another place for it: TMPDIR=… evalgrid demo",
+            format!("Name another place for it: TMPDIR=… {} demo", output::program()),
         )
     })?;
     Ok(folder.keep())
@@ -133,16 +138,20 @@ async fn show(places: &Places, key: &str) -> Result<Vec<String>, Failure> {
     let started = http::post_json(&places.http, "evals.batches.start", key, REQUEST).await?;
     let id = started["id"].as_str().unwrap_or_default().to_owned();
     let runs = started["runs"].as_array().map_or(0, Vec::len);
-    output::line(&format!("Started {id} with {runs} runs over HTTP: examples/hello/request.json.\n"))?;
+    output::line(&format!(
+        "Started {id} with {} over HTTP: examples/hello/request.json.\n",
+        output::count(runs, "run")
+    ))?;
     let mut batches = client::batches_at(&places.grpc, key).await?;
     let batch = progress::follow(&mut batches, &id).await?;
-    output::print(&grid::render(&batch))?;
+    batch::show(&mut batches, &batch).await?;
     let data = places.data.display();
+    let program = output::program();
     output::print(&format!(
         "\nEverything is kept in {data}. To serve it again, and look at every trial:\n\
-         \x20 evalgrid serve --data {data}{}\n\
+         \x20 {program} serve --data {data}{}\n\
          \x20 curl -s http://127.0.0.1:8700/v1/evals.batches.get -H \"authorization: Bearer $(cat {data}/api-key)\" -d '{{\"id\":\"{id}\"}}'\n\
-         \x20 evalgrid batch get {id} --data {data}\n",
+         \x20 {program} batch get {id} --data {data}\n",
         places.again
     ))?;
     surprises(&batch)
@@ -212,6 +221,11 @@ mod tests {
         for variant in request().variants {
             assert_eq!(variant.profile.unwrap().files["home/agent.sh"], agent);
         }
+    }
+
+    #[test]
+    fn the_request_gives_no_warnings() {
+        assert_eq!(crate::warnings::of(REQUEST.as_bytes()), Vec::<String>::new());
     }
 
     #[test]

@@ -4,12 +4,17 @@ use std::collections::BTreeMap;
 
 use evalgrid_proto::v1::{Batch, BatchStatus, Run, Trial, TrialStatus, VariantInfo};
 
-use crate::output;
+use crate::{
+    output,
+    reasons::{Reasons, TrialKey},
+};
 
 /// Longest name of a case or variant in a table.
 const NAME: usize = 32;
 /// Longest reason below it; the failure texts of trials are no longer.
 const REASON: usize = 241;
+/// The failure of a batch that was cancelled.
+const CANCELLED: &str = "Cancelled";
 
 /// Names for columns: the model, and as much more as tells the variants apart.
 pub(crate) fn variant_names(batch: &Batch) -> Vec<String> {
@@ -36,8 +41,8 @@ pub(crate) fn case_name(batch: &Batch, index: u32) -> String {
         .map_or_else(String::new, |case| output::short(&case.id, NAME))
 }
 
-/// The whole report.
-pub(crate) fn render(batch: &Batch) -> String {
+/// The whole report; `reasons` says why trials failed.
+pub(crate) fn render(batch: &Batch, reasons: &Reasons) -> String {
     let variants = variant_names(batch);
     let mut rows = vec![std::iter::once(String::new()).chain(variants.iter().cloned()).collect::<Vec<_>>()];
     for case in 0..batch.cases.len() as u32 {
@@ -50,7 +55,7 @@ pub(crate) fn render(batch: &Batch) -> String {
     }
     let mut text = table(&rows);
     text.push_str("\nEach cell: passed/scored, tokens of the trials that reported them, median time of the agent.\n");
-    text.push_str(&not_scored(batch, &variants));
+    text.push_str(&explained(batch, &variants, reasons));
     text.push_str(&ending(batch));
     text
 }
@@ -101,17 +106,28 @@ fn time(trials: &[Trial]) -> Option<String> {
     })
 }
 
-fn not_scored(batch: &Batch, variants: &[String]) -> String {
-    let mut reasons: BTreeMap<(u32, u32, String), u32> = BTreeMap::new();
+/// What did not pass and why, the same words of a run together: what failed first, then what did not count.
+fn explained(batch: &Batch, variants: &[String], reasons: &Reasons) -> String {
+    let mut counts: BTreeMap<(bool, u32, u32, String), u32> = BTreeMap::new();
     for run in &batch.runs {
-        for trial in run.trials.iter().filter(|trial| trial.status() == TrialStatus::Void) {
-            *reasons.entry((run.case_index, run.variant_index, reason(trial))).or_default() += 1;
+        for trial in &run.trials {
+            let key: TrialKey = (run.case_index, run.variant_index, trial.ordinal);
+            let why = match trial.status() {
+                TrialStatus::Failed => reasons.get(&key).map(|reason| output::short(reason, REASON)),
+                TrialStatus::Void => Some(reason(trial)),
+                _ => None,
+            };
+            if let Some(why) = why {
+                let void = trial.status() == TrialStatus::Void;
+                *counts.entry((void, run.case_index, run.variant_index, why)).or_default() += 1;
+            }
         }
     }
     let mut text = String::new();
-    for ((case, variant, reason), count) in reasons {
+    for ((void, case, variant, reason), count) in counts {
+        let word = if void { "void" } else { "failed" };
         let variant = variants.get(variant as usize).map_or("", String::as_str);
-        text.push_str(&format!("  void ×{count}  {} × {variant}: {reason}\n", case_name(batch, case)));
+        text.push_str(&format!("  {word} ×{count}  {} × {variant}: {reason}\n", case_name(batch, case)));
     }
     text
 }
@@ -130,22 +146,38 @@ fn reason(trial: &Trial) -> String {
     }
 }
 
+/// Counted from the trials as they are now: the distribution of a run that goes on leaves out what is open.
 fn ending(batch: &Batch) -> String {
-    let sum = |count: fn(&evalgrid_proto::v1::Distribution) -> u32| -> u32 {
-        batch.runs.iter().filter_map(|run| run.distribution.as_ref()).map(count).sum()
+    let trials = || batch.runs.iter().flat_map(|run| &run.trials);
+    let count = |status: TrialStatus| trials().filter(|trial| trial.status() == status).count();
+    let (all, passed, failed, void) = (
+        trials().count(),
+        count(TrialStatus::Passed),
+        count(TrialStatus::Failed),
+        count(TrialStatus::Void),
+    );
+    let cancelled = trials()
+        .filter(|trial| trial.outcome.as_ref().is_some_and(|outcome| outcome.cancelled))
+        .count();
+    let state = match (batch.status(), batch.failure.as_deref()) {
+        (BatchStatus::Running | BatchStatus::Unspecified, _) => "is running".to_owned(),
+        (BatchStatus::Finished, _) => "is finished".to_owned(),
+        (BatchStatus::Failed, Some(CANCELLED)) => "was cancelled".to_owned(),
+        (BatchStatus::Failed, failure) => format!("has failed: {}", output::short(failure.unwrap_or("no reason given"), REASON)),
     };
-    let (trials, scored, passed, voided) = (sum(|d| d.trials), sum(|d| d.scored), sum(|d| d.passed), sum(|d| d.voided));
-    let state = match batch.status() {
-        BatchStatus::Running | BatchStatus::Unspecified => "is running".to_owned(),
-        BatchStatus::Finished => "is finished".to_owned(),
-        BatchStatus::Failed => format!(
-            "has failed: {}",
-            output::short(batch.failure.as_deref().unwrap_or("no reason given"), REASON)
-        ),
+    let cancelled = match cancelled {
+        0 => String::new(),
+        cancelled => format!(" ({cancelled} cancelled)"),
+    };
+    let open = match all - passed - failed - void {
+        0 => String::new(),
+        open => format!(", {open} open"),
     };
     format!(
-        "{} {state}. {trials} trials: {passed} passed of {scored} scored, {voided} void.\n",
-        batch.id
+        "{} {state}. {}: {passed} passed of {} scored, {void} void{cancelled}{open}.\n",
+        batch.id,
+        output::count(all, "trial"),
+        passed + failed,
     )
 }
 
@@ -172,7 +204,7 @@ fn table(rows: &[Vec<String>]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use evalgrid_proto::v1::{CaseInfo, Distribution, TrialOutcome, Usage};
+    use evalgrid_proto::v1::{CaseInfo, TrialOutcome, Usage};
 
     use super::*;
 
@@ -254,16 +286,9 @@ mod tests {
             id: id.into(),
             ..CaseInfo::default()
         };
-        let run = |case_index, variant_index, trials: Vec<Trial>, scored, passed, voided| Run {
+        let run = |case_index, variant_index, trials: Vec<Trial>| Run {
             case_index,
             variant_index,
-            distribution: Some(Distribution {
-                trials: trials.len() as u32,
-                scored,
-                passed,
-                voided,
-                ..Distribution::default()
-            }),
             trials,
             ..Run::default()
         };
@@ -275,10 +300,10 @@ mod tests {
             cases: vec![case("greet"), case("unreachable")],
             variants: vec![variant("command", "careful", "e2b"), variant("command", "hasty", "e2b")],
             runs: vec![
-                run(0, 0, vec![passed(), passed()], 2, 2, 0),
-                run(0, 1, vec![passed(), trial(TrialStatus::Failed, Some(50), 10, None)], 2, 1, 0),
-                run(1, 0, vec![void("no\nroute"), void("no\nroute")], 0, 0, 2),
-                run(1, 1, vec![void("no\nroute"), void("other")], 0, 0, 2),
+                run(0, 0, vec![passed(), passed()]),
+                run(0, 1, vec![passed(), trial(TrialStatus::Failed, Some(50), 10, None)]),
+                run(1, 0, vec![void("no\nroute"), void("no\nroute")]),
+                run(1, 1, vec![void("no\nroute"), void("other")]),
             ],
             ..Batch::default()
         };
@@ -288,17 +313,76 @@ greet         2/2  200 tok  20 ms     1/2  150 tok  10 ms
 unreachable   0/0  2 void             0/0  2 void
 
 Each cell: passed/scored, tokens of the trials that reported them, median time of the agent.
+  failed ×1  greet × hasty: `false` exited with 1
   void ×2  unreachable × careful: no route
   void ×1  unreachable × hasty: no route
   void ×1  unreachable × hasty: other
 batch_1 is finished. 8 trials: 3 passed of 4 scored, 4 void.
 ";
-        let text = render(&batch);
+        let reasons = Reasons::from([
+            ((0, 1, 0), "`false` exited\nwith 1".to_owned()),
+            ((0, 0, 0), "no matter".to_owned()),
+        ]);
+        let text = render(&batch, &reasons);
         let squeezed = |text: &str| {
             text.lines()
                 .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
                 .collect::<Vec<_>>()
         };
         assert_eq!(squeezed(&text), squeezed(expected), "{text}");
+    }
+
+    #[test]
+    fn endings() {
+        use BatchStatus as B;
+        use TrialStatus::{Failed, Passed, Queued, Running, Void};
+        fn check(status: BatchStatus, failure: Option<&str>, trials: &[(TrialStatus, bool)], expected: &str) {
+            let trials = trials.iter().map(|(status, cancelled)| {
+                let mut trial = trial(*status, None, 0, None);
+                trial.outcome.iter_mut().for_each(|outcome| outcome.cancelled = *cancelled);
+                trial
+            });
+            let batch = Batch {
+                id: "b".into(),
+                status: status.into(),
+                failure: failure.map(str::to_owned),
+                runs: vec![Run {
+                    trials: trials.collect(),
+                    ..Run::default()
+                }],
+                ..Batch::default()
+            };
+            assert_eq!(ending(&batch), format!("{expected}\n"));
+        }
+        check(
+            B::Running,
+            None,
+            &[(Queued, false); 4],
+            "b is running. 4 trials: 0 passed of 0 scored, 0 void, 4 open.",
+        );
+        check(
+            B::Running,
+            None,
+            &[(Running, false), (Passed, false), (Failed, false), (Void, false)],
+            "b is running. 4 trials: 1 passed of 2 scored, 1 void, 1 open.",
+        );
+        check(
+            B::Failed,
+            Some("Cancelled"),
+            &[(Void, true); 4],
+            "b was cancelled. 4 trials: 0 passed of 0 scored, 4 void (4 cancelled).",
+        );
+        check(
+            B::Failed,
+            Some("gone"),
+            &[(Void, false)],
+            "b has failed: gone. 1 trial: 0 passed of 0 scored, 1 void.",
+        );
+        check(
+            B::Finished,
+            None,
+            &[(Passed, false)],
+            "b is finished. 1 trial: 1 passed of 1 scored, 0 void.",
+        );
     }
 }

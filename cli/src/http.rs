@@ -35,7 +35,7 @@ pub(crate) async fn post(api: &str, op: &str, key: &str, body: impl Into<Bytes>)
     let unreachable = || {
         Failure::new(
             format!("no API answers at {address}"),
-            "Start one with `evalgrid serve`, or name another with --api.",
+            format!("Start one with `{} serve`, or name another with --api.", output::program()),
         )
     };
     let response = match tokio::time::timeout(ANSWER_DEADLINE, client.request(request)).await {

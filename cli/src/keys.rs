@@ -22,7 +22,7 @@ pub(crate) async fn run(command: options::Keys) -> Result<(), Failure> {
                 .await?
                 .create_key(request)
                 .await
-                .map_err(|status| client::refused(&status))?;
+                .map_err(|status| client::refused_to_operator(&status))?;
             let created = answer.into_inner();
             // The secret alone on stdout, so that it can be piped; what people want to know goes beside it.
             output::line(&created.secret)?;
@@ -40,12 +40,12 @@ pub(crate) async fn run(command: options::Keys) -> Result<(), Failure> {
                 .await?
                 .list_keys(request)
                 .await
-                .map_err(|status| client::refused(&status))?;
+                .map_err(|status| client::refused_to_operator(&status))?;
             output::print(&table(&answer.into_inner().keys))
         }
         options::Keys::Revoke { id, operator } => {
             let answer = client::admin(&operator).await?.revoke_key(RevokeKeyRequest { id }).await;
-            let key = answer.map_err(|status| client::refused(&status))?.into_inner();
+            let key = answer.map_err(|status| client::refused_to_operator(&status))?.into_inner();
             output::line(&format!("{} ({}…) is revoked.", key.id, key.start))
         }
     }

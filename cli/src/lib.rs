@@ -4,6 +4,7 @@ mod batch;
 mod client;
 mod config;
 mod demo;
+mod events;
 mod failure;
 mod grid;
 mod http;
@@ -12,8 +13,10 @@ mod offline;
 mod options;
 mod output;
 mod progress;
+mod reasons;
 mod roles;
 mod stop;
+mod warnings;
 
 use std::{ffi::OsString, process::ExitCode};
 
@@ -30,16 +33,20 @@ pub fn main() -> ExitCode {
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
         .collect();
     let args: Vec<OsString> = std::env::args_os().collect();
-    match config::read(args, &variables).and_then(run) {
+    let odd = config::unknown_variables(&variables);
+    match config::read(args, &variables).and_then(|cli| run(cli, &odd)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.tell(),
     }
 }
 
-fn run(cli: Cli) -> Result<(), Failure> {
+fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
     // The demo's output is its progress; the log of a healthy server would only get in its way.
     let quieter = matches!(cli.command, Command::Demo(_)) && cli.global.log == options::DEFAULT_LOG;
     start_log(&cli.global, quieter.then_some("warn"))?;
+    for name in odd_variables {
+        tracing::warn!("{name} is the variable of no flag");
+    }
     match cli.command {
         Command::Log(options::Log::Verify(data)) => return offline::verify(&data.data),
         Command::Log(options::Log::Dump(data)) => return offline::dump(&data.data),

@@ -2,12 +2,11 @@
 
 use std::path::Path;
 
-use evalgrid_domain::timestamp;
 use evalgrid_proto::log::v1::Event;
 use evalgrid_store::{LogError, Recovery, log::offline};
 use prost::Message as _;
 
-use crate::{Failure, output};
+use crate::{Failure, events, output};
 
 /// `log verify`.
 pub(crate) fn verify(data: &Path) -> Result<(), Failure> {
@@ -26,14 +25,15 @@ pub(crate) fn verify(data: &Path) -> Result<(), Failure> {
 pub(crate) fn dump(data: &Path) -> Result<(), Failure> {
     let mut failure = None;
     let dumped = offline::dump(&log_of(data)?, |position, record| {
-        let event = match Event::decode(record.payload) {
-            Ok(event) => match event.kind {
-                Some(kind) => format!("{} {kind:?}", timestamp::format(event.at_ms)),
-                None => format!("{} an event that this version does not know", timestamp::format(event.at_ms)),
-            },
-            Err(error) => format!("not an event: {error}"),
+        let line = match Event::decode(record.payload) {
+            Ok(event) => events::line(position, record.partition, record.sequence, &event),
+            Err(error) => {
+                let error = serde_json::Value::from(error.to_string());
+                let (partition, sequence) = (record.partition, record.sequence);
+                format!(r#"{{"position":{position},"partition":{partition},"sequence":{sequence},"kind":"Unreadable","error":{error}}}"#)
+            }
         };
-        output::line(&format!("{position} {}/{} {event}", record.partition, record.sequence)).map_err(|error| {
+        output::line(&line).map_err(|error| {
             let text = error.to_string();
             failure = Some(error);
             text.into()
@@ -58,7 +58,7 @@ pub(crate) fn rebuild(data: &Path) -> Result<(), Failure> {
             "Stop the server that uses the folder, or check the folder's permissions.",
         )
     })?;
-    output::line(&format!("The index is made anew: {rows} batches."))
+    output::line(&format!("The index is made anew: {}.", output::count(rows, "batch")))
 }
 
 fn log_of(data: &Path) -> Result<std::path::PathBuf, Failure> {
@@ -81,8 +81,11 @@ fn failed(error: &LogError) -> Failure {
 
 fn found(whole: &Recovery) -> String {
     let mut text = format!(
-        "{} records in {} groups, {} bytes in {} segments",
-        whole.records, whole.groups, whole.bytes, whole.segments
+        "{} in {}, {} in {}",
+        output::count(whole.records, "record"),
+        output::count(whole.groups, "group"),
+        output::count(whole.bytes, "byte"),
+        output::count(whole.segments, "segment")
     );
     if whole.torn_bytes > 0 {
         text.push_str(&format!("; a torn last group of {} bytes, never acknowledged", whole.torn_bytes));

@@ -37,6 +37,31 @@ pub(crate) fn short(text: &str, width: usize) -> String {
     }
 }
 
+/// `1 run`, `2 runs`.
+pub(crate) fn count(number: impl TryInto<u64> + std::fmt::Display, noun: &str) -> String {
+    let shown = number.to_string();
+    match number.try_into() {
+        Ok(1) => format!("{shown} {noun}"),
+        _ if noun.ends_with("ch") => format!("{shown} {noun}es"),
+        _ => format!("{shown} {noun}s"),
+    }
+}
+
+/// How this program was started, for commands that a person may copy.
+pub(crate) fn program() -> String {
+    let name = std::env::args_os().next().unwrap_or_default();
+    named(&name.to_string_lossy())
+}
+
+fn named(name: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+@%~".contains(c);
+    match name {
+        "" => "evalgrid".to_owned(),
+        name if name.chars().all(plain) => name.to_owned(),
+        name => format!("'{}'", name.replace('\'', "'\\''")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,6 +77,30 @@ mod tests {
             ("äöüßx", 4, "äöü…"),
         ] {
             assert_eq!(short(text, width), expected);
+        }
+    }
+
+    #[test]
+    fn counts() {
+        for (number, noun, expected) in [
+            (0, "run", "0 runs"),
+            (1, "run", "1 run"),
+            (2, "batch", "2 batches"),
+            (1, "batch", "1 batch"),
+        ] {
+            assert_eq!(count(number, noun), expected);
+        }
+    }
+
+    #[test]
+    fn programs_can_be_copied_into_a_shell() {
+        for (name, expected) in [
+            ("", "evalgrid"),
+            ("target/release/evalgrid", "target/release/evalgrid"),
+            ("/my folder/evalgrid", "'/my folder/evalgrid'"),
+            ("it's", "'it'\\''s'"),
+        ] {
+            assert_eq!(named(name), expected);
         }
     }
 }

@@ -3,32 +3,41 @@
 use std::{collections::BTreeMap, io::IsTerminal as _, time::Duration};
 
 use evalgrid_proto::v1::{Batch, BatchProgress, BatchStatus, GetBatchRequest, TrialProgress, TrialStatus, WatchBatchRequest};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until};
 use tonic::Code;
 
 use crate::{
     Failure,
     client::{self, Batches},
     grid, output,
+    reasons::{self, Reasons},
 };
 
 /// How long a lost scheduler is waited for before we give up; a restart takes far less.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two attempts to find it again.
 const PAUSE: Duration = Duration::from_millis(500);
+/// Without news for this long, a batch of which nothing runs is said to wait. An executor that is there takes a trial at once.
+const QUIET: Duration = Duration::from_secs(5);
 /// Rows of a board; what is higher than a screen cannot be redrawn in place.
 const ROWS: usize = 20;
+/// Longest reason behind a trial.
+const REASON: usize = 160;
 /// Columns of a board; a line that wraps cannot be redrawn in place.
 const COLUMNS: usize = 78;
 
 /// Shows what happens in a batch until it has ended; answers with its result.
 pub(crate) async fn follow(batches: &mut Batches, id: &str) -> Result<Batch, Failure> {
     let batch = get(batches, id).await?;
-    let mut board = Board::new(&batch);
-    let mut screen = Screen::new();
+    let mut shown = Shown {
+        board: Board::new(&batch),
+        screen: Screen::new(),
+        news_at: Instant::now(),
+        waiting: None,
+    };
     let mut lost_since: Option<Instant> = None;
     loop {
-        match updates(batches, id, &mut board, &mut screen, &mut lost_since).await? {
+        match updates(batches, id, &mut shown, &mut lost_since).await? {
             Stream::Ended => break,
             Stream::Lost(status) => {
                 let since = *lost_since.get_or_insert_with(Instant::now);
@@ -39,7 +48,7 @@ pub(crate) async fn follow(batches: &mut Batches, id: &str) -> Result<Batch, Fai
             }
         }
     }
-    screen.leave()?;
+    shown.screen.leave()?;
     get(batches, id).await
 }
 
@@ -49,18 +58,65 @@ pub(crate) async fn get(batches: &mut Batches, id: &str) -> Result<Batch, Failur
     answer.map(tonic::Response::into_inner).map_err(|status| client::refused(&status))
 }
 
+/// What a person sees, and when it last changed.
+struct Shown {
+    board: Board,
+    screen: Screen,
+    news_at: Instant,
+    /// Said once, if nothing begins.
+    waiting: Option<String>,
+}
+
+impl Shown {
+    /// Everything that is open waits, and that was not said yet. Where some trials run, the others wait for them, which is as it should be.
+    fn may_be_stuck(&self) -> bool {
+        self.waiting.is_none() && self.board.count(TrialStatus::Running) == 0 && self.board.count(TrialStatus::Queued) > 0
+    }
+
+    fn say_that_it_waits(&mut self) -> Result<(), Failure> {
+        let waiting = self.board.count(TrialStatus::Queued);
+        let verb = if waiting == 1 { "waits" } else { "wait" };
+        let line = format!(
+            "waiting: {} {verb} for a free slot; is an executor connected? ({} executor …)",
+            output::count(waiting, "trial"),
+            output::program(),
+        );
+        self.waiting = Some(line.clone());
+        self.show(&[line])
+    }
+
+    async fn take(&mut self, batches: &mut Batches, progress: &BatchProgress) -> Result<(), Failure> {
+        if !progress.trials.is_empty() {
+            self.news_at = Instant::now();
+        }
+        let ended = self.board.take(progress);
+        // A terminal shows no lines; the reasons come at the end.
+        let reasons = match self.screen.terminal {
+            true => Reasons::new(),
+            false => {
+                let trials: Vec<&TrialProgress> = ended.iter().map(|ended| &ended.trial).collect();
+                reasons::of_ended(batches, &self.board.runs, &trials).await
+            }
+        };
+        let lines: Vec<_> = ended.iter().map(|ended| self.board.line(ended, &reasons)).collect();
+        self.show(&lines)
+    }
+
+    fn show(&mut self, lines: &[String]) -> Result<(), Failure> {
+        let mut board = self.board.draw();
+        if self.board.count(TrialStatus::Running) == 0 {
+            board.extend(self.waiting.clone().filter(|_| self.board.count(TrialStatus::Queued) > 0));
+        }
+        self.screen.show(lines, &board)
+    }
+}
+
 enum Stream {
     Ended,
     Lost(tonic::Status),
 }
 
-async fn updates(
-    batches: &mut Batches,
-    id: &str,
-    board: &mut Board,
-    screen: &mut Screen,
-    lost_since: &mut Option<Instant>,
-) -> Result<Stream, Failure> {
+async fn updates(batches: &mut Batches, id: &str, shown: &mut Shown, lost_since: &mut Option<Instant>) -> Result<Stream, Failure> {
     // One that comes again gets every trial's state at once, so nothing is missed.
     let passing = |status: tonic::Status| match status.code() {
         Code::NotFound | Code::Unauthenticated | Code::PermissionDenied | Code::InvalidArgument => Err(client::refused(&status)),
@@ -71,11 +127,17 @@ async fn updates(
         Err(status) => return passing(status),
     };
     loop {
-        match stream.message().await {
+        let message = tokio::select! {
+            message = stream.message() => message,
+            () = sleep_until(shown.news_at + QUIET), if shown.may_be_stuck() => {
+                shown.say_that_it_waits()?;
+                continue;
+            }
+        };
+        match message {
             Ok(Some(progress)) => {
                 *lost_since = None;
-                let lines = board.take(&progress);
-                screen.show(&lines, &board.draw())?;
+                shown.take(batches, &progress).await?;
                 if !matches!(progress.status(), BatchStatus::Running | BatchStatus::Unspecified) {
                     return Ok(Stream::Ended);
                 }
@@ -92,6 +154,14 @@ struct Board {
     variants: Vec<String>,
     /// By case, variant and ordinal.
     trials: BTreeMap<(u32, u32, u32), TrialStatus>,
+    /// Ids of the runs, by case and variant.
+    runs: BTreeMap<(u32, u32), String>,
+}
+
+/// A trial that has ended, and how many had by then.
+struct Ended {
+    done: usize,
+    trial: TrialProgress,
 }
 
 impl Board {
@@ -108,35 +178,50 @@ impl Board {
                         .map(|trial| ((run.case_index, run.variant_index, trial.ordinal), TrialStatus::Queued))
                 })
                 .collect(),
+            runs: batch
+                .runs
+                .iter()
+                .map(|run| ((run.case_index, run.variant_index), run.id.clone()))
+                .collect(),
         }
     }
 
-    /// Takes the changes in; answers with a line for each trial that has ended since.
-    fn take(&mut self, progress: &BatchProgress) -> Vec<String> {
-        let mut lines = Vec::new();
+    /// Takes the changes in; answers with the trials that have ended since.
+    fn take(&mut self, progress: &BatchProgress) -> Vec<Ended> {
+        let mut ended = Vec::new();
         for trial in &progress.trials {
             let key = (trial.case_index, trial.variant_index, trial.ordinal);
             let before = self.trials.insert(key, trial.status());
             if settled(trial.status()) && before.is_none_or(|status| !settled(status)) {
-                lines.push(self.line(trial));
+                ended.push(Ended {
+                    done: self.counts().0,
+                    trial: trial.clone(),
+                });
             }
         }
-        lines
+        ended
+    }
+
+    fn count(&self, status: TrialStatus) -> usize {
+        self.trials.values().filter(|known| **known == status).count()
     }
 
     fn counts(&self) -> (usize, usize) {
         (self.trials.values().filter(|status| settled(**status)).count(), self.trials.len())
     }
 
-    fn line(&self, trial: &TrialProgress) -> String {
-        let (done, all) = self.counts();
+    fn line(&self, ended: &Ended, reasons: &Reasons) -> String {
+        let Ended { done, trial } = ended;
+        let all = self.trials.len();
         let name = |names: &[String], index: u32| names.get(index as usize).cloned().unwrap_or_default();
         let (case, variant) = (name(&self.cases, trial.case_index), name(&self.variants, trial.variant_index));
         let width = all.to_string().len();
+        let reason = reasons.get(&(trial.case_index, trial.variant_index, trial.ordinal));
         let failure = trial
             .failure
             .as_deref()
-            .map(|failure| format!(": {}", output::short(failure, 120)))
+            .or(reason.map(String::as_str))
+            .map(|failure| format!(": {}", output::short(failure, REASON)))
             .unwrap_or_default();
         format!(
             "[{done:width$}/{all}] {:6}  {case} × {variant} #{}{failure}",
@@ -148,16 +233,15 @@ impl Board {
     /// One line per case with a sign per trial, where that fits; always a bar.
     fn draw(&self) -> Vec<String> {
         let (done, all) = self.counts();
-        let count = |status: TrialStatus| self.trials.values().filter(|known| **known == status).count();
         let filled = 30 * done / all.max(1);
         let bar = format!(
             "[{}{}] {done}/{all}  {} passed  {} failed  {} void  {} running",
             "#".repeat(filled),
             "-".repeat(30 - filled),
-            count(TrialStatus::Passed),
-            count(TrialStatus::Failed),
-            count(TrialStatus::Void),
-            count(TrialStatus::Running),
+            self.count(TrialStatus::Passed),
+            self.count(TrialStatus::Failed),
+            self.count(TrialStatus::Void),
+            self.count(TrialStatus::Running),
         );
         let mut lines = self.rows();
         if lines.len() > ROWS || lines.iter().any(|line| line.chars().count() > COLUMNS) {
@@ -311,7 +395,10 @@ mod tests {
                 trials,
                 ..BatchProgress::default()
             };
-            assert_eq!(board.take(&progress), lines);
+            let reasons = Reasons::from([((0, 0, 2), "`false` exited with 1".to_owned())]);
+            let ended = board.take(&progress);
+            let got: Vec<_> = ended.iter().map(|ended| board.line(ended, &reasons)).collect();
+            assert_eq!(got, lines);
             assert_eq!(board.draw()[1], row);
         };
         check(&[(1, Queued, None), (2, Running, None)], &[], "greet  ·▸·");
@@ -319,7 +406,10 @@ mod tests {
         check(&[(1, Passed, None)], &[], "greet  ✓▸·");
         check(
             &[(2, Failed, None), (3, Void, Some("no\x1b[2J route"))],
-            &["[2/3] failed  greet × m #2", "[3/3] void    greet × m #3: no [2J route"],
+            &[
+                "[2/3] failed  greet × m #2: `false` exited with 1",
+                "[3/3] void    greet × m #3: no [2J route",
+            ],
             "greet  ✓✗○",
         );
         assert_eq!(

@@ -11,7 +11,8 @@ use std::{
 use evalgrid_api::ApiOptions;
 use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
-use evalgrid_scheduler::{Scheduler, SchedulerOptions};
+use evalgrid_scheduler::{OpenError, Scheduler, SchedulerOptions};
+use evalgrid_store::{IndexError, LogError};
 use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
 
 use crate::{Failure, client, options, output, stop};
@@ -71,7 +72,8 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
         None => text.push_str(&format!("  API key   the first one is kept in {}\n", key_file.display())),
     }
     text.push_str(&format!(
-        "Try it:\n  evalgrid batch start examples/hello/request.json --watch --data {data} --scheduler {}\n",
+        "Try it:\n  {} batch start examples/hello/request.json --watch --data {data} --scheduler {}\n",
+        output::program(),
         all.grpc
     ));
     // A server does not end because nobody reads its first words.
@@ -94,8 +96,9 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
         ));
     }
     text.push_str(&format!(
-        "Next:\n  EVALGRID_WORKER_TOKEN=$(cat {}) evalgrid executor --scheduler {}\n",
+        "Next:\n  EVALGRID_WORKER_TOKEN=$(cat {}) {} executor --scheduler {}\n",
         data.join("worker-token").display(),
+        output::program(),
         url(address)
     ));
     let _ = output::print(&text);
@@ -253,18 +256,23 @@ async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) 
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
     };
-    let next = "Check the data folder (--data): one server at a time may use it, and it must be able to write there.";
-    let scheduler = Scheduler::open(options)
-        .await
-        .map_err(|error| Failure::new(error.to_string(), next))?;
+    let scheduler = Scheduler::open(options).await.map_err(|error| match error {
+        OpenError::Log(LogError::InUse { .. }) | OpenError::Index(IndexError::InUse { .. }) => Failure::new(
+            format!("another server uses {} already", data.display()),
+            "Stop that one first, or name another folder with --data.",
+        ),
+        error => Failure::new(
+            error.to_string(),
+            "Check the data folder (--data): the server must be able to read and write there.",
+        ),
+    })?;
     tracing::info!("{}", scheduler.recovery());
     Ok(scheduler)
 }
 
 /// Names that requests may use: each provider's own, and `e2b`, which a request gets that names none and which the first provider runs.
 fn sandbox_map(given: &[(String, String)], providers: &[&str]) -> BTreeMap<String, String> {
-    let mut map: BTreeMap<String, String> =
-        providers.iter().map(|name| ((*name).to_owned(), (*name).to_owned())).collect();
+    let mut map: BTreeMap<String, String> = providers.iter().map(|name| ((*name).to_owned(), (*name).to_owned())).collect();
     map.extend(providers.first().map(|first| ("e2b".to_owned(), (*first).to_owned())));
     map.extend(given.iter().cloned());
     let providers: Vec<_> = map.values().cloned().collect();

@@ -53,6 +53,17 @@ fn mistakes_end_with_two_and_say_what_to_do() {
 }
 
 #[test]
+fn a_variable_of_no_flag_is_told() {
+    let output = Command::new(EVALGRID)
+        .args(["log", "verify", "--data", "/nowhere"])
+        .env("EVALGRID_SLOT", "2")
+        .output()
+        .unwrap();
+    let err = text(&output.stderr);
+    assert!(err.contains("EVALGRID_SLOT is the variable of no flag"), "{err}");
+}
+
+#[test]
 fn failures_end_with_one_and_say_what_to_do() {
     fn check(args: &[&str], words: &[&str]) {
         let output = evalgrid(args);
@@ -168,6 +179,17 @@ fn the_first_key_is_shown_once() {
     assert!(listed.status.success(), "{}", text(&listed.stderr));
     let created = evalgrid(&["keys", "create", "--org", "acme", "--data", shown, "--scheduler", &server.grpc]);
     assert!(text(&created.stdout).starts_with("anp_"), "{}", text(&created.stderr));
+    let operator = |args: &[&str]| {
+        let at = ["--data", shown, "--scheduler", &server.grpc];
+        let output = evalgrid(&[args, &at].concat());
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        text(&output.stderr)
+    };
+    assert!(operator(&["keys", "revoke", "foo"]).contains("keys list"));
+    assert!(operator(&["keys", "create", "--permissions", "fly"]).ends_with("Correct --permissions.\n"));
+    let free = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--enable-process-sandbox"];
+    let second = evalgrid(&[&["serve", "--data", shown], &free[..]].concat());
+    assert!(text(&second.stderr).contains(&format!("another server uses {shown} already")));
     let busy = evalgrid(&["log", "verify", "--data", shown]);
     assert_eq!(busy.status.code(), Some(1));
     assert!(text(&busy.stderr).contains("in use"), "{}", text(&busy.stderr));
@@ -179,7 +201,9 @@ fn the_first_key_is_shown_once() {
     assert!(evalgrid(&["log", "verify", "--data", shown]).status.success());
     assert!(evalgrid(&["index", "rebuild", "--data", shown]).status.success());
     let dump = evalgrid(&["log", "dump", "--data", shown]);
-    assert!(text(&dump.stdout).contains("KeyCreated"));
+    let lines = text(&dump.stdout);
+    let events: Vec<serde_json::Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(events.iter().any(|event| event["kind"] == "KeyCreated"), "{lines}");
     assert!(!text(&dump.stdout).contains(&key), "the log has no secret");
 
     let unread = format!("set -o pipefail; {EVALGRID} log dump --data {shown} | true");
@@ -189,6 +213,61 @@ fn the_first_key_is_shown_once() {
         (Some(0), String::new()),
         "a reader that has gone is no failure"
     );
+}
+
+/// A scheduler without executors: what waits, what was cancelled, and warnings before a start.
+#[test]
+fn a_batch_that_nobody_runs_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    let mut child = Command::new(EVALGRID)
+        .args(["scheduler", "--grpc", "127.0.0.1:0", "--data"])
+        .arg(&data)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut greeting = String::new();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    while !greeting.contains("executor") {
+        assert_ne!(lines.read_line(&mut greeting).unwrap(), 0, "the scheduler has ended: {greeting}");
+    }
+    let grpc = greeting.lines().find(|line| line.trim_start().starts_with("gRPC")).unwrap();
+    let grpc = grpc.split_whitespace().last().unwrap().to_owned();
+    let server = Server { child, greeting, grpc };
+    let request = folder.path().join("request.json");
+    let json = r#"{"suite":{"id":"s","prompt":"Do it."},"cases":[{"id":"a"}],"trails":3,"trials":2,
+        "variants":[{"harness":"command","model":"m","profile":{"name":"p","files":{},"run":"true"}}]}"#;
+    fs::write(&request, json).unwrap();
+    let at = ["--data", data.to_str().unwrap(), "--scheduler", &server.grpc];
+    let call = |args: &[&str]| evalgrid(&[&["batch"], args, &at].concat());
+
+    let started = call(&["start", request.to_str().unwrap()]);
+    let (id, err) = (text(&started.stdout).trim().to_owned(), text(&started.stderr));
+    for words in ["\"trails\" is not a field", "neither \"verify\"", "Started 1 run."] {
+        assert!(err.contains(words), "{words:?} is not in {err}");
+    }
+    let got = text(&call(&["get", &id]).stdout);
+    assert!(got.contains("is running. 2 trials: 0 passed of 0 scored, 0 void, 2 open."), "{got}");
+
+    let mut watch = Command::new(EVALGRID)
+        .args(["batch", "watch", &id])
+        .args(at)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let first = lines.next().unwrap().unwrap();
+    assert!(
+        first.starts_with("waiting: 2 trials wait for a free slot; is an executor connected?"),
+        "{first}"
+    );
+    let cancelled = text(&call(&["cancel", &id]).stdout);
+    let words = "was cancelled. 2 trials: 0 passed of 0 scored, 2 void (2 cancelled).";
+    assert!(cancelled.contains(words), "{cancelled}");
+    assert!(lines.any(|line| line.unwrap().contains(words)));
+    assert_eq!(ended(&mut watch), Some(1));
+    assert_eq!(server.stop(), Some(0));
 }
 
 #[test]
@@ -216,6 +295,8 @@ fn the_demo_ends_as_it_must() {
         "careful",
         "hasty",
         "15 passed of 24 scored, 6 void",
+        "add-numbers × hasty #1: `test \"$(cat total.txt)\" = 42` exited with 1",
+        "failed ×3  add-numbers × hasty: `test",
         "evalgrid serve --data",
         "curl",
     ] {

@@ -94,18 +94,10 @@ fn recorded_steps(server: &Server) -> (u64, u64) {
     let text = String::from_utf8_lossy(&output.stdout);
     let mut distinct = std::collections::HashSet::new();
     let mut all = 0;
-    for line in text.lines().filter(|line| line.contains("StepRecorded")) {
-        let field = |name: &str| {
-            let after = line.split(name).nth(1).unwrap_or_default();
-            after
-                .trim_start_matches([':', ' ', '"'])
-                .split([',', '"', ' '])
-                .next()
-                .unwrap_or_default()
-                .to_owned()
-        };
+    for line in text.lines().filter(|line| line.contains("\"StepRecorded\"")) {
+        let event: serde_json::Value = serde_json::from_str(line).expect("each line of the dump is a JSON object");
         all += 1;
-        distinct.insert((field("token"), field("step: ")));
+        distinct.insert((event["token"].as_u64(), event["step"].to_string()));
     }
     (distinct.len() as u64, all)
 }

@@ -1,0 +1,347 @@
+//! Events of the log as JSON for people and scripts, with the ids that the API shows.
+
+use evalgrid_domain::{
+    ids::{BatchId, TrialId},
+    timestamp,
+};
+use evalgrid_proto::{
+    log::v1::{Event, TrialRef, event::Kind},
+    v1::{BatchStatus, BatchSummary, CaseInfo, Evidence, ObjectRef, TrialOutcome, Trigger, VariantInfo, evidence::Place},
+};
+use serde_json::{Value, json};
+
+/// The kind's name and its fields, in their order.
+type Told = (&'static str, Vec<(&'static str, Value)>);
+
+/// One line for the record at `position`.
+pub(crate) fn line(position: u64, partition: u16, sequence: u64, event: &Event) -> String {
+    let (kind, fields) = match &event.kind {
+        Some(kind) => told(kind),
+        None => ("Unknown", Vec::new()),
+    };
+    let at = timestamp::format(event.at_ms);
+    let mut line = format!(r#"{{"position":{position},"partition":{partition},"sequence":{sequence},"at":"{at}","kind":"{kind}""#);
+    for (name, value) in fields {
+        line.push_str(&format!(r#","{name}":{value}"#));
+    }
+    line.push('}');
+    line
+}
+
+fn told(kind: &Kind) -> Told {
+    match kind {
+        Kind::OrganizationCreated(e) => (
+            "OrganizationCreated",
+            vec![
+                ("organizationId", json!(e.organization_id)),
+                ("name", json!(e.name)),
+                ("slug", json!(e.slug)),
+            ],
+        ),
+        Kind::KeyCreated(e) => (
+            "KeyCreated",
+            vec![
+                ("keyId", json!(e.key_id)),
+                ("organizationId", json!(e.organization_id)),
+                ("name", json!(e.name)),
+                ("start", json!(e.start)),
+                ("hash", json!(hex(&e.hash))),
+                ("permissions", json!(e.permissions)),
+            ],
+        ),
+        Kind::KeyRevoked(e) => ("KeyRevoked", vec![("keyId", json!(e.key_id))]),
+        Kind::BatchStarted(e) => (
+            "BatchStarted",
+            vec![
+                ("batch", batch(&e.batch)),
+                ("organizationId", json!(e.organization_id)),
+                ("request", e.request.as_ref().map_or(Value::Null, object)),
+                ("requestHash", json!(e.request_hash)),
+                ("idempotencyKey", json!(e.idempotency_key)),
+                (
+                    "suite",
+                    e.suite.as_ref().map_or(Value::Null, |s| json!({"id": s.id, "name": s.name})),
+                ),
+                ("cases", e.cases.iter().map(case).collect()),
+                ("variants", e.variants.iter().map(variant).collect()),
+                ("trials", json!(e.trials)),
+                ("trigger", e.trigger.as_ref().map_or(Value::Null, trigger)),
+                ("variantIds", json!(e.variant_ids)),
+            ],
+        ),
+        Kind::LeaseGranted(e) => (
+            "LeaseGranted",
+            vec![
+                ("token", json!(e.token)),
+                ("trial", trial(e.trial.as_ref())),
+                ("workerId", json!(e.worker_id)),
+                ("incarnation", json!(e.incarnation)),
+                ("bootId", json!(e.boot_id)),
+                ("sandbox", json!(e.sandbox)),
+                ("adopt", json!(e.adopt)),
+            ],
+        ),
+        Kind::StepRecorded(e) => (
+            "StepRecorded",
+            vec![
+                ("token", json!(e.token)),
+                ("step", json!(e.step)),
+                ("outcome", json!(word(e.outcome().as_str_name(), "STEP_OUTCOME_"))),
+                ("result", json_or_text(&e.result)),
+            ],
+        ),
+        Kind::AttemptEnded(e) => (
+            "AttemptEnded",
+            vec![
+                ("token", json!(e.token)),
+                ("trial", trial(e.trial.as_ref())),
+                ("why", json!(word(e.why().as_str_name(), "WHY_"))),
+                ("reason", json!(e.reason)),
+                ("notBefore", json!(timestamp::format(e.not_before_ms))),
+            ],
+        ),
+        Kind::TrialSettled(e) => (
+            "TrialSettled",
+            vec![
+                ("trial", trial(e.trial.as_ref())),
+                ("token", json!(e.token)),
+                ("outcome", e.outcome.as_ref().map_or(Value::Null, outcome)),
+            ],
+        ),
+        Kind::BatchEnded(e) => (
+            "BatchEnded",
+            vec![
+                ("batch", batch(&e.batch)),
+                ("status", status(e.status())),
+                ("failure", json!(e.failure)),
+            ],
+        ),
+        Kind::BatchArchived(e) => (
+            "BatchArchived",
+            vec![
+                ("batch", batch(&e.batch)),
+                ("organizationId", json!(e.organization_id)),
+                ("manifest", e.manifest.as_ref().map_or(Value::Null, object)),
+                ("summary", e.summary.as_ref().map_or(Value::Null, summary)),
+            ],
+        ),
+        Kind::SandboxDestroyed(e) => (
+            "SandboxDestroyed",
+            vec![("sandbox", json!(e.sandbox)), ("workerId", json!(e.worker_id))],
+        ),
+    }
+}
+
+/// The API's id, or the bytes where they are none.
+fn batch(bytes: &[u8]) -> Value {
+    match <[u8; 16]>::try_from(bytes) {
+        Ok(bytes) => json!(BatchId(bytes).to_string()),
+        Err(_) => json!(hex(bytes)),
+    }
+}
+
+fn trial(trial: Option<&TrialRef>) -> Value {
+    let Some(trial) = trial else { return Value::Null };
+    let id = || {
+        Some(TrialId {
+            batch: BatchId(<[u8; 16]>::try_from(&trial.batch[..]).ok()?),
+            run: u8::try_from(trial.run).ok()?,
+            ordinal: u8::try_from(trial.ordinal).ok()?,
+        })
+    };
+    match id() {
+        Some(id) => json!(id.to_string()),
+        None => json!({"batch": batch(&trial.batch), "run": trial.run, "ordinal": trial.ordinal}),
+    }
+}
+
+fn object(object: &ObjectRef) -> Value {
+    json!({"sha256": object.sha256, "size": object.size})
+}
+
+fn case(case: &CaseInfo) -> Value {
+    json!({"id": case.id, "name": case.name, "definitionHash": case.definition_hash, "timeoutMs": case.timeout_ms})
+}
+
+fn variant(variant: &VariantInfo) -> Value {
+    json!({
+        "harness": variant.harness,
+        "harnessVersion": variant.harness_version,
+        "model": variant.model,
+        "profile": variant.profile,
+        "profileVersion": variant.profile_version,
+        "provider": variant.provider,
+        "sandbox": variant.sandbox,
+        "variables": variant.variables,
+    })
+}
+
+fn trigger(trigger: &Trigger) -> Value {
+    json!({"source": trigger.source, "url": trigger.url})
+}
+
+fn status(status: BatchStatus) -> Value {
+    json!(word(status.as_str_name(), "BATCH_STATUS_"))
+}
+
+fn summary(summary: &BatchSummary) -> Value {
+    json!({
+        "cancelled": summary.cancelled,
+        "cases": summary.cases,
+        "failure": summary.failure,
+        "finishedAt": summary.finished_at_ms.map(timestamp::format),
+        "id": summary.id,
+        "passed": summary.passed,
+        "runs": summary.runs,
+        "scored": summary.scored,
+        "startedAt": timestamp::format(summary.started_at_ms),
+        "status": status(summary.status()),
+        "trigger": summary.trigger.as_ref().map(trigger),
+        "voided": summary.voided,
+    })
+}
+
+fn outcome(outcome: &TrialOutcome) -> Value {
+    let usage = outcome.usage.as_ref().map(|usage| {
+        json!({
+            "cacheReadTokens": usage.cache_read_tokens,
+            "cacheWriteTokens": usage.cache_write_tokens,
+            "costUsd": usage.cost_usd,
+            "inputTokens": usage.input_tokens,
+            "outputTokens": usage.output_tokens,
+            "totalTokens": usage.total_tokens,
+        })
+    });
+    json!({
+        "cancelled": outcome.cancelled,
+        "commands": outcome.commands,
+        "evidence": outcome.evidence.as_ref().map(evidence),
+        "exitCode": outcome.exit_code,
+        "failedCommands": outcome.failed_commands,
+        "failure": outcome.failure,
+        "modelMs": outcome.model_ms,
+        "sandboxId": outcome.sandbox_id,
+        "sandboxMs": outcome.sandbox_ms,
+        "status": word(outcome.status().as_str_name(), "TRIAL_STATUS_"),
+        "timed": outcome.timed,
+        "usage": usage,
+        "voidFields": outcome.void_fields,
+    })
+}
+
+fn evidence(evidence: &Evidence) -> Value {
+    match &evidence.place {
+        Some(Place::Inline(bytes)) => json!({"inline": json_or_text(bytes)}),
+        Some(Place::Object(reference)) => json!({"object": object(reference)}),
+        None => Value::Null,
+    }
+}
+
+/// What a step leaves is mostly JSON.
+fn json_or_text(bytes: &[u8]) -> Value {
+    match bytes {
+        [] => Value::Null,
+        bytes => serde_json::from_slice(bytes).unwrap_or_else(|_| json!(String::from_utf8_lossy(bytes))),
+    }
+}
+
+/// `TRIAL_STATUS_PASSED` as `passed`.
+fn word(name: &str, prefix: &str) -> String {
+    name.strip_prefix(prefix).unwrap_or(name).to_lowercase()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use evalgrid_proto::{
+        log::v1::{BatchEnded, KeyCreated, LeaseGranted, StepRecorded, TrialSettled, attempt_ended::Why},
+        v1::{StepOutcome, TrialStatus},
+    };
+
+    use super::*;
+
+    #[test]
+    fn lines() {
+        fn check(kind: Option<Kind>, expected: Value) {
+            let line = line(7, 3, 2, &Event { at_ms: 0, kind });
+            let head = r#"{"position":7,"partition":3,"sequence":2,"at":"1970-01-01T00:00:00.000Z","kind":""#;
+            assert!(line.starts_with(head), "{line}");
+            let mut value: Value = serde_json::from_str(&line).unwrap();
+            for key in ["position", "partition", "sequence", "at"] {
+                value.as_object_mut().unwrap().remove(key);
+            }
+            assert_eq!(value, expected);
+        }
+        let id = BatchId([1; 16]);
+        let at = TrialRef {
+            batch: id.0.to_vec().into(),
+            run: 2,
+            ordinal: 3,
+        };
+        let trial = TrialId {
+            batch: id,
+            run: 2,
+            ordinal: 3,
+        };
+        check(None, json!({"kind": "Unknown"}));
+        check(
+            Some(Kind::StepRecorded(StepRecorded {
+                token: 9,
+                step: "turn.1.agent".into(),
+                outcome: StepOutcome::Done.into(),
+                result: br#"{"a":1}"#.to_vec().into(),
+            })),
+            json!({"kind": "StepRecorded", "token": 9, "step": "turn.1.agent", "outcome": "done", "result": {"a": 1}}),
+        );
+        check(
+            Some(Kind::LeaseGranted(LeaseGranted {
+                token: 9,
+                trial: Some(at.clone()),
+                sandbox: "s".into(),
+                ..LeaseGranted::default()
+            })),
+            json!({
+                "kind": "LeaseGranted", "token": 9, "trial": trial.to_string(), "workerId": "", "incarnation": "", "bootId": "",
+                "sandbox": "s", "adopt": false
+            }),
+        );
+        check(
+            Some(Kind::BatchEnded(BatchEnded {
+                batch: id.0.to_vec().into(),
+                status: BatchStatus::Failed.into(),
+                failure: Some("\"quoted\"\n".into()),
+            })),
+            json!({"kind": "BatchEnded", "batch": id.to_string(), "status": "failed", "failure": "\"quoted\"\n"}),
+        );
+        check(
+            Some(Kind::KeyCreated(KeyCreated {
+                hash: vec![0, 255].into(),
+                ..KeyCreated::default()
+            })),
+            json!({"kind": "KeyCreated", "keyId": "", "organizationId": "", "name": "", "start": "", "hash": "00ff", "permissions": []}),
+        );
+        let settled = TrialSettled {
+            trial: Some(TrialRef {
+                batch: vec![1].into(),
+                ..at
+            }),
+            outcome: None,
+            token: 0,
+        };
+        check(
+            Some(Kind::TrialSettled(settled)),
+            json!({"kind": "TrialSettled", "trial": {"batch": "01", "run": 2, "ordinal": 3}, "token": 0, "outcome": null}),
+        );
+    }
+
+    #[test]
+    fn words() {
+        assert_eq!(word(Why::LeaseExpired.as_str_name(), "WHY_"), "lease_expired");
+        assert_eq!(word(Why::Released.as_str_name(), "WHY_"), "released");
+        assert_eq!(word(TrialStatus::Passed.as_str_name(), "TRIAL_STATUS_"), "passed");
+    }
+}

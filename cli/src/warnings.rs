@@ -1,0 +1,236 @@
+//! What is allowed in a request and yet most likely a slip that costs a whole run: fields that nobody reads, cases that nothing decides,
+//! placeholders without a value. What is refused is the scheduler's to say.
+
+use std::collections::BTreeMap;
+
+use evalgrid_domain::{decode::parse_json, limits::MAX_JSON_DEPTH, prompt};
+use serde_json::{Map, Value};
+
+/// More would be one slip again and again.
+const MAX_WARNINGS: usize = 20;
+
+const REQUEST: &[&str] = &["cases", "checksIn", "suite", "trials", "variants"];
+const SUITE: &[&str] = &["id", "name", "prompt", "source"];
+const CASE: &[&str] = &[
+    "cache",
+    "id",
+    "maxTurns",
+    "name",
+    "prepare",
+    "source",
+    "tags",
+    "timeoutMs",
+    "user",
+    "validator",
+    "variables",
+    "verify",
+];
+const SOURCE: &[&str] = &["kind", "files", "url", "ref"];
+const USER: &[&str] = &["kind", "replies", "goal", "prompt", "harness", "model"];
+const VARIANT: &[&str] = &["credentials", "harness", "model", "profile", "sandbox"];
+const PROFILE: &[&str] = &["env", "files", "install", "name", "run", "systemPrompt", "variables"];
+
+/// The warnings of a request; none where it cannot be read, because then it is refused.
+pub(crate) fn of(request: &[u8]) -> Vec<String> {
+    let Ok(Value::Object(request)) = parse_json(request, MAX_JSON_DEPTH) else {
+        return Vec::new();
+    };
+    let mut warnings = Vec::new();
+    unknown("", &request, REQUEST, &mut warnings);
+    let mut prompt = "";
+    if let Some(Value::Object(suite)) = request.get("suite") {
+        unknown("suite.", suite, SUITE, &mut warnings);
+        nested("suite.", suite, "source", SOURCE, &mut warnings);
+        prompt = suite.get("prompt").and_then(Value::as_str).unwrap_or_default();
+    }
+    for (index, case) in objects(&request, "cases") {
+        case_warnings(&format!("cases[{index}]"), case, prompt, &mut warnings);
+    }
+    for (index, variant) in objects(&request, "variants") {
+        let path = format!("variants[{index}].");
+        unknown(&path, variant, VARIANT, &mut warnings);
+        nested(&path, variant, "profile", PROFILE, &mut warnings);
+    }
+    if warnings.len() > MAX_WARNINGS {
+        let more = warnings.len() - MAX_WARNINGS;
+        warnings.truncate(MAX_WARNINGS);
+        warnings.push(format!("and {}", crate::output::count(more, "more such slip")));
+    }
+    warnings
+}
+
+fn objects<'a>(map: &'a Map<String, Value>, key: &str) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
+    let values = map.get(key).and_then(Value::as_array).into_iter().flatten().enumerate();
+    values.filter_map(|(index, value)| Some((index, value.as_object()?)))
+}
+
+fn case_warnings(path: &str, case: &Map<String, Value>, prompt: &str, warnings: &mut Vec<String>) {
+    let within = format!("{path}.");
+    unknown(&within, case, CASE, warnings);
+    nested(&within, case, "source", SOURCE, warnings);
+    nested(&within, case, "user", USER, warnings);
+    let given = |key: &str| case.get(key).is_some_and(|value| !value.is_null());
+    if !given("verify") && !given("validator") {
+        warnings.push(format!("{path} has neither \"verify\" nor \"validator\": its trials will be void"));
+    }
+    let variables = case.get("variables").and_then(Value::as_object);
+    for name in placeholders(prompt) {
+        if variables.is_none_or(|variables| !variables.contains_key(name)) {
+            warnings.push(format!(
+                "{path}.variables has no value for {{{{ {name} }}}}, which stays in the prompt as it is"
+            ));
+        }
+    }
+}
+
+/// Names of the prompt's placeholders, each once. What is one is the domain's to say.
+fn placeholders(prompt: &str) -> Vec<&str> {
+    let mut names: Vec<&str> = Vec::new();
+    // Every brace may begin one: `{{{ name }}` holds a placeholder from its second brace.
+    for (start, _) in prompt.match_indices('{').filter(|(start, _)| prompt[*start..].starts_with("{{")) {
+        let inner = &prompt[start + 2..];
+        let Some(end) = inner.find("}}") else { break };
+        let name = inner[..end].trim();
+        let is_one = || {
+            let value = BTreeMap::from([(name.to_owned(), String::new())]);
+            prompt::render(&prompt[start..start + 2 + end + 2], &value).is_empty()
+        };
+        if !names.contains(&name) && is_one() {
+            names.push(name);
+        }
+    }
+    names
+}
+
+fn nested(path: &str, map: &Map<String, Value>, key: &str, known: &[&str], warnings: &mut Vec<String>) {
+    if let Some(Value::Object(inner)) = map.get(key) {
+        unknown(&format!("{path}{key}."), inner, known, warnings);
+    }
+}
+
+fn unknown(path: &str, map: &Map<String, Value>, known: &[&str], warnings: &mut Vec<String>) {
+    let keys = map.keys().filter(|key| !known.contains(&key.as_str()));
+    warnings.extend(keys.map(|key| format!("\"{path}{}\" is not a field and is ignored", crate::output::short(key, 60))));
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use evalgrid_domain::request::decode_start;
+    use serde_json::json;
+
+    use super::*;
+
+    fn request() -> Value {
+        json!({
+            "suite": {"id": "s", "prompt": "Do it."},
+            "cases": [{"id": "a", "verify": "true"}],
+            "variants": [{"harness": "command", "model": "m", "profile": {"name": "p", "files": {}, "run": "true"}}],
+            "trials": 1
+        })
+    }
+
+    #[test]
+    fn slips_are_told() {
+        fn check(pointer: &str, value: Value, expected: &[&str]) {
+            let mut request = request();
+            let (parent, key) = pointer.rsplit_once('/').unwrap();
+            match request.pointer_mut(parent).unwrap() {
+                Value::Array(values) => values[key.parse::<usize>().unwrap()] = value,
+                parent => parent[key] = value,
+            }
+            assert_eq!(of(&serde_json::to_vec(&request).unwrap()), expected, "{pointer}");
+        }
+        check("/trials", json!(1), &[]);
+        check("/trails", json!(3), &["\"trails\" is not a field and is ignored"]);
+        check("/suite/promt", json!(""), &["\"suite.promt\" is not a field and is ignored"]);
+        check(
+            "/suite/source",
+            json!({"kind": "empty", "path": "x"}),
+            &["\"suite.source.path\" is not a field and is ignored"],
+        );
+        check(
+            "/cases/0/timeout",
+            json!(1),
+            &["\"cases[0].timeout\" is not a field and is ignored"],
+        );
+        check(
+            "/cases/0/user",
+            json!({"kind": "scripted", "reply": []}),
+            &["\"cases[0].user.reply\" is not a field and is ignored"],
+        );
+        check(
+            "/variants/0/prompt",
+            json!(1),
+            &["\"variants[0].prompt\" is not a field and is ignored"],
+        );
+        check(
+            "/variants/0/profile/setup",
+            json!("x"),
+            &["\"variants[0].profile.setup\" is not a field and is ignored"],
+        );
+        let void = "cases[0] has neither \"verify\" nor \"validator\": its trials will be void";
+        check("/cases/0/verify", Value::Null, &[void]);
+        check("/cases/0", json!({"id": "a"}), &[void]);
+        check("/cases/0", json!({"id": "a", "validator": {}}), &[]);
+        let stays = "cases[0].variables has no value for {{ task }}, which stays in the prompt as it is";
+        check("/suite/prompt", json!("{{ task }} and {{task}}"), &[stays]);
+        check("/suite/prompt", json!("{{{ task }}}"), &[stays]);
+        check("/suite/prompt", json!("{{ 1 }} {{ a b }} {{ }} {{ open"), &[]);
+        // Shapes that are refused are told by the refusal.
+        check("/cases", json!("none"), &[]);
+        check("/variants", json!([1]), &[]);
+    }
+
+    #[test]
+    fn values_and_many_slips() {
+        let mut request = request();
+        request["suite"]["prompt"] = json!("{{ task }}");
+        request["cases"][0]["variables"] = json!({"task": "{{ other }}"});
+        assert_eq!(of(&serde_json::to_vec(&request).unwrap()), Vec::<String>::new());
+        request["cases"] = json!(vec![json!({"id": "a"}); 30]);
+        let warnings = of(&serde_json::to_vec(&request).unwrap());
+        assert_eq!((warnings.len(), warnings[20].as_str()), (21, "and 40 more such slips"));
+        assert_eq!(of(b"no json"), Vec::<String>::new());
+    }
+
+    /// A field that the domain learns to read must be known here, too: a request with every known field decodes, and gives them all back.
+    #[test]
+    fn known_fields_are_those_of_the_domain() {
+        let request = json!({
+            "checksIn": true,
+            "suite": {"id": "s", "name": "S", "prompt": "Do it.", "source": {"kind": "repo", "url": "u", "ref": null}},
+            "cases": [{
+                "cache": {"key": "k", "path": "p"}, "id": "a", "maxTurns": 1, "name": "A", "prepare": {"name": "n", "source": "s"},
+                "source": {"kind": "files", "files": {}}, "tags": ["t"], "timeoutMs": 1000,
+                "user": {"kind": "simulated", "goal": "g", "prompt": "p", "harness": "codex", "model": "m"},
+                "validator": {"name": "n", "source": "s"}, "variables": {}, "verify": "true"
+            }],
+            "variants": [{
+                "credentials": {}, "harness": "command", "model": "m", "sandbox": "e2b",
+                "profile": {"env": {}, "files": {}, "install": "i", "name": "p", "run": "r", "systemPrompt": "s", "variables": []}
+            }],
+            "trials": 1
+        });
+        assert_eq!(of(&serde_json::to_vec(&request).unwrap()), Vec::<String>::new());
+        let decoded = serde_json::to_value(decode_start(&request).unwrap()).unwrap();
+        let keys = |pointer: &str| -> Vec<String> {
+            let value = decoded.pointer(pointer).unwrap().as_object().unwrap();
+            value.keys().cloned().collect()
+        };
+        let sorted = |known: &[&str]| {
+            let mut known: Vec<_> = known.iter().map(|key| (*key).to_owned()).collect();
+            known.sort();
+            known
+        };
+        for (pointer, known) in [
+            ("", REQUEST),
+            ("/suite", SUITE),
+            ("/cases/0", CASE),
+            ("/variants/0", VARIANT),
+            ("/variants/0/profile", PROFILE),
+        ] {
+            assert_eq!(keys(pointer), sorted(known), "{pointer:?}");
+        }
+    }
+}
