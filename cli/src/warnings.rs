@@ -116,7 +116,7 @@ fn unknown(path: &str, map: &Map<String, Value>, known: &[&str], warnings: &mut 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use evalgrid_domain::request::decode_start;
+    use evalgrid_domain::request::{Feature, Harness, Sandbox, Support, check_start, decode_start};
     use serde_json::json;
 
     use super::*;
@@ -192,6 +192,21 @@ mod tests {
         let warnings = of(&serde_json::to_vec(&request).unwrap());
         assert_eq!((warnings.len(), warnings[20].as_str()), (21, "and 40 more such slips"));
         assert_eq!(of(b"no json"), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_documented_request_is_accepted() {
+        let page = include_str!("../../docs/requests.md");
+        let (_, rest) = page.split_once("```json\n").unwrap();
+        let (example, _) = rest.split_once("```").unwrap();
+        assert_eq!(of(example.as_bytes()), Vec::<String>::new());
+        let request = decode_start(&parse_json(example.as_bytes(), MAX_JSON_DEPTH).unwrap()).unwrap();
+        let support = Support {
+            harnesses: [Harness::Command].into(),
+            sandboxes: [(Sandbox::E2b, Sandbox::Bubblewrap)].into(),
+            features: [Feature::ScriptedUser, Feature::ProfileVariables].into(),
+        };
+        check_start(&request, &support).unwrap();
     }
 
     /// A field that the domain learns to read must be known here, too: a request with every known field decodes, and gives them all back.
