@@ -3,7 +3,7 @@
 use std::{io::Read as _, path::Path};
 
 use evalgrid_domain::timestamp;
-use evalgrid_proto::v1::{Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, StartBatchRequest};
+use evalgrid_proto::v1::{Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, StartBatchRequest, TrialStatus};
 use http_body_util::BodyExt as _;
 
 use crate::{
@@ -18,12 +18,22 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
             file,
             client,
             watch,
+            fail_under,
             idempotency_key,
-        } => start(&file, &client, watch, idempotency_key).await,
-        options::Batch::Watch { id, client } => {
+        } => {
+            if fail_under.is_some() && !watch {
+                let next = "Add --watch, or give it to `batch watch`.";
+                return Err(Failure::usage(
+                    "--fail-under without --watch: nothing would be there to judge",
+                    next,
+                ));
+            }
+            start(&file, &client, watch, fail_under, idempotency_key).await
+        }
+        options::Batch::Watch { id, fail_under, client } => {
             let mut batches = client::batches(&client).await?;
             let batch = progress::follow(&mut batches, &id).await?;
-            conclude(&mut batches, &batch).await
+            conclude(&mut batches, &batch, fail_under).await
         }
         options::Batch::Get { id, client, json, api } => match json {
             true => whole(&id, &client, &api).await,
@@ -43,7 +53,13 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
     }
 }
 
-async fn start(file: &Path, client: &options::Client, watch: bool, idempotency_key: Option<String>) -> Result<(), Failure> {
+async fn start(
+    file: &Path,
+    client: &options::Client,
+    watch: bool,
+    fail_under: Option<f64>,
+    idempotency_key: Option<String>,
+) -> Result<(), Failure> {
     let json = read(file)?;
     for warning in warnings::of(&json) {
         eprintln!("warning: {}", output::plain(&warning));
@@ -61,7 +77,7 @@ async fn start(file: &Path, client: &options::Client, watch: bool, idempotency_k
     output::line(&started.id)?;
     if watch {
         let batch = progress::follow(&mut batches, &started.id).await?;
-        return conclude(&mut batches, &batch).await;
+        return conclude(&mut batches, &batch, fail_under).await;
     }
     eprintln!(
         "Started {}. To follow: {} batch watch {}",
@@ -101,12 +117,31 @@ pub(crate) async fn show(batches: &mut Batches, batch: &Batch) -> Result<(), Fai
     output::print(&grid::render(batch, &reasons))
 }
 
-/// Shows the results. A batch that ended early is a failure of the command; trials that failed are results.
-async fn conclude(batches: &mut Batches, batch: &Batch) -> Result<(), Failure> {
+/// Shows the results. A batch that ended early is a failure of the command; trials that failed are results, unless `fail_under` says how many may.
+async fn conclude(batches: &mut Batches, batch: &Batch, fail_under: Option<f64>) -> Result<(), Failure> {
     show(batches, batch).await?;
-    match batch.status() {
-        BatchStatus::Failed => Err(Failure::Bad),
-        _ => Ok(()),
+    if batch.status() == BatchStatus::Failed {
+        return Err(Failure::Bad);
+    }
+    match fail_under.and_then(|rate| too_few(batch, rate)) {
+        Some(why) => Err(Failure::new(why, "The trials that failed are listed above.")),
+        None => Ok(()),
+    }
+}
+
+/// Why the pass rate is not enough. Where nothing was scored there is none, which is not enough either.
+fn too_few(batch: &Batch, rate: f64) -> Option<String> {
+    let count = |status: TrialStatus| {
+        let trials = batch.runs.iter().flat_map(|run| &run.trials);
+        trials.filter(|trial| trial.status() == status).count()
+    };
+    let (passed, failed) = (count(TrialStatus::Passed), count(TrialStatus::Failed));
+    match passed + failed {
+        0 => Some("no trial was scored".to_owned()),
+        scored if (passed as f64) < rate * scored as f64 => {
+            Some(format!("{passed} of {scored} scored trials passed, fewer than {rate} of them"))
+        }
+        _ => None,
     }
 }
 
@@ -163,4 +198,44 @@ fn row(batch: &BatchSummary) -> String {
         output::count(batch.cases, "case"),
         output::count(batch.runs, "run"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use evalgrid_proto::v1::{Run, Trial};
+
+    use super::*;
+
+    #[test]
+    fn pass_rates() {
+        fn check(passed: usize, failed: usize, void: usize, rate: f64, enough: bool) {
+            let trials = [
+                (TrialStatus::Passed, passed),
+                (TrialStatus::Failed, failed),
+                (TrialStatus::Void, void),
+            ];
+            let trials = trials.iter().flat_map(|(status, count)| {
+                let trial = Trial {
+                    status: (*status).into(),
+                    ..Trial::default()
+                };
+                vec![trial; *count]
+            });
+            let run = Run {
+                trials: trials.collect(),
+                ..Run::default()
+            };
+            let batch = Batch {
+                runs: vec![run],
+                ..Batch::default()
+            };
+            assert_eq!(too_few(&batch, rate).is_none(), enough, "{passed} {failed} {void} {rate}");
+        }
+        check(9, 1, 0, 0.9, true);
+        check(8, 2, 0, 0.9, false);
+        check(1, 0, 9, 1.0, true);
+        check(0, 3, 0, 0.0, true);
+        check(0, 0, 3, 0.0, false);
+        check(0, 0, 0, 0.5, false);
+    }
 }

@@ -298,7 +298,7 @@ mod tests {
             panic!()
         };
         assert_eq!((org.as_str(), permissions.join("+")), ("acme", "evals:read+evals:write".into()));
-        let options::Command::Batch(options::Batch::Watch { id, client }) =
+        let options::Command::Batch(options::Batch::Watch { id, client, .. }) =
             read_with("batch watch -- --odd-id", &[("EVALGRID_DATA", "d")], None)
                 .unwrap()
                 .command

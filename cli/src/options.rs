@@ -236,6 +236,9 @@ pub(crate) enum Batch {
             action = ArgAction::Set, value_parser = BoolishValueParser::new()
         )]
         watch: bool,
+        /// Fail (exit code 1) where fewer of the scored trials pass, or none was scored; by default any result is fine. Only with --watch. Example: --watch --fail-under 0.9
+        #[arg(long, value_name = "RATE", value_parser = rate)]
+        fail_under: Option<f64>,
         /// A second start with the same key answers with the first one's batch; none by default. Example: --idempotency-key nightly-2026-09-03
         #[arg(long, value_name = "KEY")]
         idempotency_key: Option<String>,
@@ -245,6 +248,9 @@ pub(crate) enum Batch {
     Watch {
         /// The batch's id.
         id: String,
+        /// Fail (exit code 1) where fewer of the scored trials pass, or none was scored; by default any result is fine. Example: --fail-under 0.9
+        #[arg(long, value_name = "RATE", value_parser = rate)]
+        fail_under: Option<f64>,
         #[command(flatten)]
         client: Client,
     },
@@ -372,6 +378,12 @@ fn duration(text: &str) -> Result<Duration, String> {
     Ok(duration)
 }
 
+/// From 0 to 1.
+fn rate(text: &str) -> Result<f64, String> {
+    let rate = text.parse().ok().filter(|rate| (0.0..=1.0).contains(rate));
+    rate.ok_or_else(|| "expected a number from 0 to 1, such as 0.9".to_owned())
+}
+
 fn mapping(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, provider)) if !name.is_empty() && !provider.is_empty() => Ok((name.to_owned(), provider.to_owned())),
@@ -401,6 +413,21 @@ mod tests {
             "18446744073709551615h",
         ] {
             assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn rates() {
+        for (text, expected) in [
+            ("0", Some(0.0)),
+            ("0.9", Some(0.9)),
+            ("1", Some(1.0)),
+            ("1.1", None),
+            ("-0.1", None),
+            ("NaN", None),
+            ("90%", None),
+        ] {
+            assert_eq!(rate(text).ok(), expected, "{text}");
         }
     }
 

@@ -63,7 +63,7 @@ struct Shown {
     board: Board,
     screen: Screen,
     news_at: Instant,
-    /// Said once, if nothing begins.
+    /// Said once, if nothing begins; on a board without the command, which need not fit.
     waiting: Option<String>,
 }
 
@@ -77,12 +77,11 @@ impl Shown {
         let waiting = self.board.count(TrialStatus::Queued);
         let verb = if waiting == 1 { "waits" } else { "wait" };
         let line = format!(
-            "waiting: {} {verb} for a free slot; is an executor connected? ({} executor …)",
-            output::count(waiting, "trial"),
-            output::program(),
+            "waiting: {} {verb} for a free slot; is an executor connected?",
+            output::count(waiting, "trial")
         );
         self.waiting = Some(line.clone());
-        self.show(&[line])
+        self.show(&[format!("{line} ({} executor …)", output::program())])
     }
 
     async fn take(&mut self, batches: &mut Batches, progress: &BatchProgress) -> Result<(), Failure> {

@@ -46,6 +46,7 @@ fn mistakes_end_with_two_and_say_what_to_do() {
         &["ftp://x", "--scheduler"],
     );
     check(&["batch", "start", "/nowhere.json", "--data", data], &["/nowhere.json"]);
+    check(&["batch", "start", "r.json", "--fail-under", "1"], &["--watch"]);
     check(&["keys", "list", "--data", data], &["EVALGRID_ADMIN_TOKEN"]);
     check(&["executor", "--data", data], &["EVALGRID_WORKER_TOKEN"]);
     check(&["log", "verify", "--data", data], &["holds no log", "--data"]);
