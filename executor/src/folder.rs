@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write as _},
-    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -60,12 +60,23 @@ impl Folder {
     }
 }
 
+/// The folder's name for schedulers. It is kept together with what tells this folder from a copy of it: a copy is another worker, whose lock
+/// says nothing about this one.
 fn worker_id(folder: &Path) -> io::Result<String> {
     let path = folder.join("worker-id");
+    let here = identity(folder)?;
     match fs::read_to_string(&path) {
-        Ok(id) if is_id(&id) => return Ok(id),
-        // Anything else is the rest of a start that was cut off; no scheduler has heard that name.
-        Ok(_) => {}
+        Ok(text) => {
+            if let Some((id, place)) = text.trim_end().split_once(' ')
+                && is_id(id)
+            {
+                if place == here {
+                    return Ok(id.to_owned());
+                }
+                tracing::warn!(folder = %folder.display(), "the folder was copied from another worker's, so it gets a name of its own");
+            }
+            // Anything else is the rest of a start that was cut off; no scheduler has heard that name.
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(error),
     }
@@ -77,11 +88,17 @@ fn worker_id(folder: &Path) -> io::Result<String> {
         .write(true)
         .mode(0o600)
         .open(&unfinished)?;
-    file.write_all(id.as_bytes())?;
+    writeln!(file, "{id} {here}")?;
     file.sync_all()?;
     fs::rename(&unfinished, &path)?;
     File::open(folder)?.sync_all()?;
     Ok(id)
+}
+
+/// Host and inode of the folder: a copy has another inode, the copy of a whole machine another host name.
+fn identity(folder: &Path) -> io::Result<String> {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    Ok(format!("{host} {}", fs::metadata(folder)?.ino()))
 }
 
 fn random_id() -> String {
@@ -112,6 +129,11 @@ mod tests {
         assert_eq!(second.worker_id, id);
         assert_ne!(second.incarnation, incarnation);
         drop(second);
+        // A copy of the folder is another worker.
+        let copy = root.path().join("copy");
+        fs::create_dir(&copy).unwrap();
+        fs::copy(path.join("worker-id"), copy.join("worker-id")).unwrap();
+        assert_ne!(Folder::open(&copy).unwrap().worker_id, id);
         fs::write(path.join("worker-id"), "torn").unwrap();
         assert!(is_id(&Folder::open(&path).unwrap().worker_id));
     }

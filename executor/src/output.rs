@@ -52,12 +52,10 @@ fn empty_if_missing(text: io::Result<String>) -> io::Result<String> {
 
 /// That a process failed, with which status, and the last thing it said, for people.
 pub(crate) fn last_words(who: &str, code: i32, output: &StepOutput, redactor: &Redactor) -> String {
-    let stderr = stderr_tail(output).unwrap_or_default();
+    // Redacted as a whole, before a line is taken out of it: a secret may have several.
+    let stderr = redactor.text(&stderr_tail(output).unwrap_or_default()).into_owned();
     match stderr.lines().map(str::trim).rfind(|line| !line.is_empty()) {
-        Some(line) => format!(
-            "{who} exited with status {code}; its last line on stderr: {}",
-            failure_text(&redactor.text(line))
-        ),
+        Some(line) => format!("{who} exited with status {code}; its last line on stderr: {}", failure_text(line)),
         None => format!("{who} exited with status {code} and wrote nothing to stderr"),
     }
 }

@@ -134,8 +134,8 @@ async fn clone(attempt: &Attempt<'_>, url: &str, reference: Option<&str>) -> Res
         let stderr = output::stderr_tail(&exit.output).unwrap_or_default();
         // The URL's own password is a secret of this trial too.
         let stderr = Redactor::new(repository.password()).text(&stderr).into_owned();
-        let reason = attempt.redactor.text(output::git_reason(&stderr)).into_owned();
-        Some(outcome::source_failed(&shown, &reason))
+        let stderr = attempt.redactor.text(&stderr);
+        Some(outcome::source_failed(&shown, output::git_reason(&stderr)))
     } else {
         None
     };
@@ -170,7 +170,7 @@ async fn install(attempt: &Attempt<'_>, install: &str) -> Result<SetUp, Stop> {
 pub(crate) fn command(step: &str, script: String, env: BTreeMap<String, String>, time_limit: Duration) -> StepCommand {
     StepCommand {
         step: step.to_owned(),
-        argv: vec!["bash".into(), "-c".into(), script],
+        argv: vec![evalgrid_harness::SHELL.into(), "-c".into(), script],
         env,
         time_limit,
     }

@@ -62,7 +62,7 @@ impl Harness for Command {
             env.insert("SPHYNX_SESSION_ID".into(), session.to_owned());
         }
         Ok(TurnCommand {
-            argv: vec!["bash".into(), "-c".into(), run.clone()],
+            argv: vec![crate::SHELL.into(), "-c".into(), run.clone()],
             env,
         })
     }

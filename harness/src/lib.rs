@@ -124,6 +124,9 @@ pub enum HarnessError {
     NoRun,
 }
 
+/// The shell of every command line, by its full name: a profile's `PATH` is for what runs in the shell, and must not decide whether it starts.
+pub const SHELL: &str = "/bin/bash";
+
 /// Read-only files that every sandbox must have, whatever runs in it; [`Setting::shared`] says where.
 pub fn shared_files() -> Vec<TextFile> {
     recorder::start_files()

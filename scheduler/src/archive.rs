@@ -16,10 +16,11 @@ use crate::{read::Reader, read::row_key};
 /// Between two tries when the object store or the index fails.
 const RETRY_DELAY: Duration = Duration::from_secs(2);
 
-/// Runs until shutdown. What is missed is seen again at the next start.
+/// Runs until shutdown, and then once more over what has ended by then. What is missed is seen again at the next start.
 pub async fn archive_loop(reader: Reader, mut shutdown: watch::Receiver<bool>) {
     let mut durable = reader.engine.watch();
     loop {
+        let stopping = *shutdown.borrow();
         let (ended, _) = reader.engine.turn(|core| std::mem::take(&mut core.ended));
         for id in ended {
             while let Err(error) = archive(&reader, id).await {
@@ -30,9 +31,12 @@ pub async fn archive_loop(reader: Reader, mut shutdown: watch::Receiver<bool>) {
                 }
             }
         }
+        if stopping {
+            return;
+        }
         tokio::select! {
             changed = durable.changed() => if changed.is_err() { return },
-            _ = shutdown.wait_for(|stop| *stop) => return,
+            _ = shutdown.wait_for(|stop| *stop) => {}
         }
     }
 }

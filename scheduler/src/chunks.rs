@@ -69,7 +69,11 @@ pub fn failed(error: &ObjectError) -> Status {
     match error {
         ObjectError::BadOrganization { .. } => Status::invalid_argument(error.to_string()),
         ObjectError::TooLarge { .. } => Status::resource_exhausted(error.to_string()),
-        ObjectError::Damaged { .. } | ObjectError::Store(_) | ObjectError::Abandoned => {
+        ObjectError::Damaged { .. } => {
+            tracing::error!("objects: {error}");
+            Status::data_loss("a stored object is damaged; the operator must restore it from a backup, the scheduler's log names it")
+        }
+        ObjectError::Store(_) | ObjectError::Abandoned => {
             tracing::error!("objects: {error}");
             Status::unavailable("the object store failed; the scheduler's log says why")
         }

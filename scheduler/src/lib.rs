@@ -213,7 +213,8 @@ impl Scheduler {
             } => Ok(()),
         };
         timers.abort();
-        archiver.abort();
+        // Whatever it does not get done is done at the next start.
+        let _ = tokio::time::timeout(DRAIN_DEADLINE, archiver).await;
         engine.stop();
         let ended = tokio::task::spawn_blocking(move || committer.join());
         match tokio::time::timeout(LAST_COMMIT_DEADLINE, ended).await {

@@ -59,7 +59,15 @@ impl Reader {
                 tracing::error!(%id, "the index row of a batch cannot be read");
                 Status::internal("the index row of this batch cannot be read; rebuild the index")
             })?;
-        let bytes = chunks::fetch(self.objects.as_ref(), organization, &manifest).await?;
+        let fetched = chunks::fetch(self.objects.as_ref(), organization, &manifest).await;
+        let bytes = fetched.map_err(|status| match status.code() {
+            // The batch is there; what is gone is its result.
+            tonic::Code::NotFound => {
+                tracing::error!(%id, object = manifest.sha256, "the manifest of a batch is missing");
+                Status::data_loss("the stored result of this batch is missing; the operator must restore it from a backup")
+            }
+            _ => status,
+        })?;
         let mut batch = v1::Batch::decode(bytes).map_err(|error| {
             tracing::error!(%id, %error, "the manifest of a batch cannot be read");
             Status::internal("the manifest of this batch cannot be read")

@@ -36,6 +36,9 @@ pub enum OpenError {
     /// The objects.
     #[error(transparent)]
     Objects(#[from] ObjectError),
+    /// An index of another log could not be made anew.
+    #[error("the index belongs to another log and could not be made anew: {0}")]
+    Rebuild(#[from] RebuildError),
     /// The map of sandbox names.
     #[error("the sandbox map: {0:?} is no sandbox; known are {1}")]
     Sandbox(String, String),
@@ -98,7 +101,20 @@ pub struct Recovered {
 }
 
 /// Replays the log into a state, and what the index lacks into the index.
+///
+/// An index that reflects more than there is in the log belongs to another log (an older one was put in its place): it is made anew.
 pub fn recover(data: &Path) -> Result<Recovered, OpenError> {
+    let recovered = replay(data)?;
+    if recovered.index.position()? <= recovered.summary.log.records {
+        return Ok(recovered);
+    }
+    tracing::warn!("the index reflects more than the log holds, as after an older log was restored; it is made anew");
+    drop(recovered);
+    rebuild_index(data)?;
+    replay(data)
+}
+
+fn replay(data: &Path) -> Result<Recovered, OpenError> {
     let world = crate::clock::Machine::shared();
     let began = world.steady_ms();
     let (index, opened) = SledIndex::open(&data.join("index"))?;

@@ -567,6 +567,53 @@ async fn a_profile_s_variables_reach_the_worker_and_nothing_else_does() {
     assert_eq!(found, None, "no secret is written down");
 }
 
+#[tokio::test]
+async fn an_older_log_put_in_place_is_believed_over_the_newer_index() {
+    async fn one_batch(server: &Server) -> String {
+        let mut client = server.client().await;
+        let id = client.start(&batch(1, 1)).await.id;
+        let mut worker = server.worker(hello("w", &id)).await;
+        let lease = worker.lease().await;
+        worker.pass(&lease).await;
+        client.ended(&id).await;
+        id
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (log, backup) = (folder.path().join("log"), folder.path().join("backup"));
+    let server = Server::start(folder.path()).await;
+    let kept = one_batch(&server).await;
+    server.stop().await;
+    std::fs::create_dir(&backup).unwrap();
+    for path in walk(&log) {
+        std::fs::copy(&path, backup.join(path.file_name().unwrap())).unwrap();
+    }
+    let server = Server::start(folder.path()).await;
+    for _ in 0..3 {
+        one_batch(&server).await;
+    }
+    server.stop().await;
+    std::fs::remove_dir_all(&log).unwrap();
+    std::fs::rename(&backup, &log).unwrap();
+
+    let server = Server::start(folder.path()).await;
+    let new = one_batch(&server).await;
+    server.stop().await;
+    let server = Server::start(folder.path()).await;
+    let mut client = server.client().await;
+    let page = client
+        .batches
+        .list(with_token(v1::ListBatchesRequest::default(), &client.key))
+        .await
+        .unwrap()
+        .into_inner();
+    let ids: Vec<String> = page.batches.into_iter().map(|batch| batch.id).collect();
+    assert_eq!(ids, [new.clone(), kept.clone()], "what the log knows, and nothing else");
+    for id in [new, kept] {
+        assert_eq!(client.get(&id).await.status(), v1::BatchStatus::Finished);
+    }
+    server.stop().await;
+}
+
 fn walk(folder: &Path) -> Vec<std::path::PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     entries

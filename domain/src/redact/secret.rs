@@ -18,6 +18,10 @@ pub(super) fn collect(value: &str, secrets: &mut BTreeSet<String>) {
         return;
     }
     add(value, secrets);
+    // A key of several lines is often shown line by line.
+    if value.contains('\n') {
+        value.lines().for_each(|line| add(line.trim(), secrets));
+    }
     if value.starts_with(['{', '['])
         && let Ok(json) = parse_json(value.as_bytes(), MAX_DEPTH)
     {

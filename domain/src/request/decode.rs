@@ -133,9 +133,9 @@ fn first_segment(path: &str) -> Option<&str> {
     path.split('/').find(|segment| !matches!(*segment, "" | "."))
 }
 
-/// What git would read as an option.
-fn is_not_option(text: &str) -> bool {
-    !text.starts_with('-')
+/// Neither what git would read as an option nor what no address has: a line break would hide the rest of it from whoever reads of a failure.
+fn is_address(text: &str) -> bool {
+    !text.starts_with('-') && !text.contains(char::is_control)
 }
 
 const ID: Text = Text::max(MAX_ID)
@@ -245,7 +245,7 @@ fn source(d: &mut Decoder, value: &Value) -> Option<Source> {
         Kind::Repo => {
             let plain = Text::any()
                 .bytes(MAX_PROCESS_STRING_BYTES)
-                .matching(is_not_option, "a text that does not start with a hyphen");
+                .matching(is_address, "a text without control characters that does not start with a hyphen");
             let reference = d.required(map, "ref", |d, value| match value {
                 Value::Null => Some(None),
                 value => d.string(value, plain).map(Some),
