@@ -163,6 +163,10 @@ fn exact_values() {
     ] {
         check(&redactor, text, expected);
     }
+    // Of a value with several lines each is secret too: keys are often shown line by line.
+    let lines = Redactor::new(["first-line-of-it\nshort\nsecond-line-of-it"]);
+    check(&lines, "a first-line-of-it b", "a [redacted] b");
+    check(&lines, "second-line-of-it and short", "[redacted] and short");
     check(
         &Redactor::new(["redacted", "[redacted]", "x[redacted]x"]),
         "redacted [redacted]",
