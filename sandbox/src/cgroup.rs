@@ -273,7 +273,11 @@ impl Group {
             if fs::remove_dir(folder).is_err()
                 && let Some(parent) = folder.parent()
             {
-                let _ = fs::write(parent.join("cgroup.procs"), "0").and_then(|()| fs::remove_dir(folder));
+                // A version 2 parent that hands out controllers takes no process; then there is the group that the executor stepped into.
+                let enter = |group: &Path| fs::write(group.join("cgroup.procs"), "0");
+                let _ = enter(parent)
+                    .or_else(|_| enter(&parent.join(ASIDE)))
+                    .and_then(|()| fs::remove_dir(folder));
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::{
     layout::{self, Layout},
 };
 
-/// How long a supervisor that does not answer any more may take to die after SIGKILL.
+/// How long a supervisor that does not answer any more may take to die after SIGKILL, or to see that its folder is gone (5 s).
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// Rounds of looking for processes that a dead supervisor left behind; each must find one.
 const STRAY_ROUNDS: usize = 200;
@@ -23,17 +23,20 @@ const STRAY_ROUNDS: usize = 200;
 /// Removes everything of a sandbox. `orderly`: its supervisor has just said that all is dead and that it will exit. Blocks.
 pub fn remove(layout: &Layout, boot_id: &str, orderly: bool) -> io::Result<()> {
     let journal = Content::read(&layout.journal())?;
-    if let Some(meta) = journal.meta
-        && meta.boot_id == boot_id
-    {
-        // One that has written down why it ended had killed everybody before.
-        let orderly = orderly || journal.ended.is_some();
-        let lock = wait_for_supervisor(layout, &meta, orderly)?;
-        if !orderly {
-            kill_strays(&layout.folder)?;
+    match journal.meta {
+        Some(meta) if meta.boot_id == boot_id => {
+            // One that has written down why it ended had killed everybody before.
+            let orderly = orderly || journal.ended.is_some();
+            let lock = wait_for_supervisor(layout, Some(&meta), orderly)?;
+            if !orderly {
+                kill_strays(&layout.folder)?;
+            }
+            cgroup::remove(&meta.cgroups)?;
+            drop(lock);
         }
-        cgroup::remove(&meta.cgroups)?;
-        drop(lock);
+        Some(_) => {}
+        // Half-made, or its journal was deleted, which a living supervisor sees and ends by itself.
+        None => drop(wait_for_supervisor(layout, None, orderly)?),
     }
     // The usual case, without looking first: nothing but what we made is left.
     for folder in [layout.home(), layout.workspace(), layout.tmp()] {
@@ -45,8 +48,8 @@ pub fn remove(layout: &Layout, boot_id: &str, orderly: bool) -> io::Result<()> {
     fs::remove_dir(&layout.folder).or_else(|_| layout::remove_tree(&layout.folder))
 }
 
-/// Returns when the supervisor is dead, if need be by killing it.
-fn wait_for_supervisor(layout: &Layout, meta: &Meta, orderly: bool) -> io::Result<fs::File> {
+/// Returns when the supervisor is dead, if need be by killing it, where it is known.
+fn wait_for_supervisor(layout: &Layout, meta: Option<&Meta>, orderly: bool) -> io::Result<fs::File> {
     let patience = Instant::now() + LOCK_PATIENCE;
     let mut pause = Duration::from_micros(100);
     let mut killed = false;
@@ -59,7 +62,7 @@ fn wait_for_supervisor(layout: &Layout, meta: &Meta, orderly: bool) -> io::Resul
         }
         if !killed && !orderly && pause > Duration::from_millis(50) {
             // Whoever holds the lock is the process that wrote its id there.
-            if let Some(pid) = Pid::from_raw(meta.supervisor as i32) {
+            if let Some(pid) = meta.and_then(|m| Pid::from_raw(m.supervisor as i32)) {
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
             }
             killed = true;

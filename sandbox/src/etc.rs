@@ -64,6 +64,11 @@ pub fn refresh(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether the copy has been made and not been deleted since.
+pub fn is_there(folder: &Path) -> bool {
+    folder.join("passwd").is_file()
+}
+
 /// Brings files up to date that change while the host runs. Costs two `stat` pairs when nothing changed.
 pub fn refresh_volatile(folder: &Path) -> io::Result<()> {
     for name in VOLATILE {

@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{File, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -116,6 +116,16 @@ impl Journal {
     /// What has been written.
     pub fn content(&self) -> &Content {
         &self.content
+    }
+
+    /// Whether `path` still leads to this file, or that cannot be told.
+    pub fn is_at(&self, path: &Path) -> bool {
+        match (self.file.metadata(), path.symlink_metadata()) {
+            // As long as it is open nobody else gets its number.
+            (Ok(own), Ok(found)) => (own.dev(), own.ino()) == (found.dev(), found.ino()),
+            (_, Err(e)) => !matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory),
+            (Err(_), Ok(_)) => true,
+        }
     }
 
     /// Writes a record. After an error it is as if it had never been tried.

@@ -22,6 +22,7 @@ mod journal;
 mod layout;
 mod protocol;
 mod provider;
+mod root;
 mod share;
 mod supervisor;
 mod sys;
@@ -155,6 +156,7 @@ pub trait SandboxProvider: Send + Sync {
     /// The name as in a variant: `bubblewrap`, `process`.
     fn name(&self) -> &'static str;
     /// Makes it and its supervisor. The caller has recorded the intent.
+    /// Brings back what of the provider's own folder, shared files included, somebody has deleted meanwhile.
     async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError>;
     /// Takes over a living sandbox with a newer (or the same) token.
     async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError>;

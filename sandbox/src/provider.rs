@@ -5,7 +5,10 @@ use std::{
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     process::Stdio,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -19,13 +22,14 @@ use tokio::{
 use crate::{
     Enforcement, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, cgroup,
     client::Client,
-    destroy, etc,
+    destroy,
     handle::{self, Handle, Inside},
     helpers,
     inner_protocol::{HOME, SHARE, WORKSPACE},
     journal,
     layout::{self, Layout},
     protocol::{Backend, Bubblewrap, Create, Reply, Request},
+    root::Root,
     share,
 };
 
@@ -92,14 +96,12 @@ impl BubblewrapProvider {
     /// `main` calls [`crate::run_if_helper`]: by default this one.
     pub fn new(root: impl AsRef<Path>, executable: Option<PathBuf>, options: BubblewrapOptions) -> Result<Self, SandboxError> {
         let backend = |root: &Path, executable: &Path| {
-            let etc = root.join(".etc");
-            etc::refresh(&etc)?;
             let program = find_program(&options.program)
                 .ok_or_else(|| io::Error::other(format!("{} is not installed (package bubblewrap)", options.program.display())))?;
             Ok(Backend::Bubblewrap(Bubblewrap {
                 program,
                 executable: executable.to_owned(),
-                etc,
+                etc: root.join(".etc"),
                 share: share::folder(root),
                 network: options.network,
             }))
@@ -209,8 +211,7 @@ impl SandboxProvider for BubblewrapProvider {
 /// What both providers share.
 struct Core {
     provider: &'static str,
-    /// Absolute.
-    root: PathBuf,
+    root: Arc<Root>,
     executable: PathBuf,
     boot_id: String,
     backend: Backend,
@@ -233,14 +234,16 @@ impl Core {
         backend: impl FnOnce(&Path, &Path) -> io::Result<Backend>,
         provider: &'static str,
     ) -> Result<Self, SandboxError> {
-        let prepare = || -> io::Result<(PathBuf, PathBuf, String, Backend)> {
+        let prepare = || -> io::Result<(Root, PathBuf, String, Backend)> {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
             let root = root.canonicalize()?;
-            share::prepare(&root)?;
-            layout::spread(&root);
             let executable = executable.map_or_else(std::env::current_exe, Ok)?.canonicalize()?;
             let backend = backend(&root, &executable)?;
-            Ok((root, executable, layout::boot_id()?, backend))
+            let etc = match &backend {
+                Backend::Bubblewrap(bubblewrap) => Some(bubblewrap.etc.clone()),
+                Backend::Process { .. } => None,
+            };
+            Ok((Root::new(root, etc)?, executable, layout::boot_id()?, backend))
         };
         let (root, executable, boot_id, backend) = prepare().map_err(|e| SandboxError::Create {
             provider,
@@ -250,7 +253,7 @@ impl Core {
         tracing::info!(provider, enforcement = enforcement.description, "sandbox provider is ready");
         Ok(Self {
             provider,
-            root,
+            root: Arc::new(root),
             executable,
             boot_id,
             backend,
@@ -273,7 +276,7 @@ impl Core {
             Backend::Process { .. } => Inside {
                 home: text(layout.home()),
                 workspace: text(layout.workspace()),
-                shared: text(share::folder(&self.root).join(share::CURRENT)),
+                shared: text(share::folder(&self.root.path).join(share::CURRENT)),
             },
             Backend::Bubblewrap(_) => Inside {
                 home: HOME.to_owned(),
@@ -288,9 +291,10 @@ impl Core {
         if !layout::is_sandbox_name(&spec.name) {
             return Err(self.failed(format!("{:?} is not a name for a sandbox", spec.name)));
         }
-        if let Backend::Bubblewrap(bubblewrap) = &self.backend {
-            etc::refresh_volatile(&bubblewrap.etc).map_err(|e| self.failed(e))?;
-        }
+        let root = self.root.clone();
+        handle::on_blocking_thread(move || Ok(root.ensure()))
+            .await?
+            .map_err(|e| self.failed(format!("prepare {}: {e}", self.root.path.display())))?;
         let create = Create {
             name: spec.name.clone(),
             token: spec.token,
@@ -310,7 +314,7 @@ impl Core {
             client.receive().await
         };
         let reason = match tokio::time::timeout(CREATE_PATIENCE, answer).await {
-            Ok(Ok(Reply::Done)) => return Ok(self.handle(&spec.name, spec.token, Layout::new(&self.root, &spec.name), client)),
+            Ok(Ok(Reply::Done)) => return Ok(self.handle(&spec.name, spec.token, Layout::new(&self.root.path, &spec.name), client)),
             // Somebody else's: leave it alone.
             Ok(Ok(Reply::Exists)) => return Err(self.failed(format!("there is a sandbox {} already", spec.name))),
             Ok(Ok(Reply::Refused { reason })) => reason,
@@ -327,7 +331,7 @@ impl Core {
     async fn connect_zygote(&self) -> io::Result<Client> {
         let mut zygote = self.zygote.lock().await;
         if let Some(running) = zygote.as_ref() {
-            match Client::connect(&self.root, &running.socket).await {
+            match Client::connect(&self.root.path, &running.socket).await {
                 Ok(client) => return Ok(client),
                 Err(e) => tracing::warn!(error = %e, "the sandbox zygote is gone; starting another"),
             }
@@ -335,7 +339,7 @@ impl Core {
         let started = tokio::time::timeout(ZYGOTE_PATIENCE, self.start_zygote())
             .await
             .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "the zygote does not start")))?;
-        let client = Client::connect(&self.root, &started.socket).await;
+        let client = Client::connect(&self.root.path, &started.socket).await;
         *zygote = Some(started);
         client
     }
@@ -344,12 +348,12 @@ impl Core {
         static STARTED: AtomicU64 = AtomicU64::new(0);
         self.sweep_sockets().await;
         let socket = format!(".zygote-{}-{}", std::process::id(), STARTED.fetch_add(1, Ordering::Relaxed));
-        let _ = fs::remove_file(self.root.join(&socket));
+        let _ = fs::remove_file(self.root.path.join(&socket));
         let mut child = Command::new(&self.executable)
             .arg(helpers::ZYGOTE)
-            .arg(&self.root)
+            .arg(&self.root.path)
             .arg(&socket)
-            .current_dir(&self.root)
+            .current_dir(&self.root.path)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -374,10 +378,10 @@ impl Core {
 
     /// Removes sockets of zygotes that were killed.
     async fn sweep_sockets(&self) {
-        let Ok(entries) = fs::read_dir(&self.root) else { return };
+        let Ok(entries) = fs::read_dir(&self.root.path) else { return };
         for entry in entries.flatten() {
             if let Some(name) = entry.file_name().to_str().filter(|n| n.starts_with(".zygote-"))
-                && Client::connect(&self.root, name)
+                && Client::connect(&self.root.path, name)
                     .await
                     .is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
             {
@@ -406,7 +410,7 @@ impl Core {
     }
 
     fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
-        share::replace(&self.root, files).map_err(|e| SandboxError::Operation {
+        self.root.share(files).map_err(|e| SandboxError::Operation {
             operation: "share files with all sandboxes".to_owned(),
             reason: e.to_string(),
         })
@@ -414,7 +418,7 @@ impl Core {
 
     fn layout(&self, name: &str) -> Result<Layout, SandboxError> {
         if layout::is_sandbox_name(name) {
-            Ok(Layout::new(&self.root, name))
+            Ok(Layout::new(&self.root.path, name))
         } else {
             Err(SandboxError::Lost {
                 name: name.to_owned(),
@@ -429,7 +433,12 @@ impl Core {
             reason: e.to_string(),
         };
         let mut names = Vec::new();
-        for entry in fs::read_dir(&self.root).map_err(failed)? {
+        let entries = match fs::read_dir(&self.root.path) {
+            // Deleted with all that was in it; the next sandbox brings it back.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(names),
+            entries => entries.map_err(failed)?,
+        };
+        for entry in entries {
             if let Ok(name) = entry.map_err(failed)?.file_name().into_string()
                 && layout::is_sandbox_name(&name)
             {

@@ -39,6 +39,8 @@ const GRACE: Duration = Duration::from_secs(2);
 const KILL_ROUND: Duration = Duration::from_millis(5);
 /// How long output is waited for after the process itself has exited, where others still hold its pipes.
 const DRAIN: Duration = Duration::from_millis(200);
+/// Between two looks at whether the sandbox's folder is still there. Somebody who deletes it expects the agent to end, but not this instant.
+const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 /// The executor sends what to supervise at once.
 const CREATE_PATIENCE: Duration = Duration::from_secs(10);
 /// An executor, its successor and the reaper: a handful at once. More are turned away.
@@ -89,6 +91,7 @@ struct Supervisor {
     group: Group,
     backend: Backend,
     lifetime_over: Option<Instant>,
+    next_look: Instant,
     step: Option<Step>,
     /// A start that waits until leftovers of earlier steps are dead.
     pending: Option<(u64, StepRequest)>,
@@ -188,15 +191,17 @@ impl Supervisor {
         // The path of a socket may be 108 bytes long; a relative one always fits.
         std::env::set_current_dir(&layout.folder)?;
         let signals = sys::signal_descriptor()?;
+        let listener = UnixListener::bind("control")?;
+        listener.set_nonblocking(true)?;
         let group = Group::create(&create.cgroups, &create.name, create.limits())?;
         let backend = Backend::start(
             &create.backend,
             &layout,
             &group,
             (!create.cgroups.limits_pids()).then_some(create.pids),
-        )?;
-        let listener = UnixListener::bind("control")?;
-        listener.set_nonblocking(true)?;
+        )
+        // `destroy` does it too, unless the folder was deleted meanwhile, which may be why this failed.
+        .inspect_err(|_| group.dissolve())?;
         Ok(Self {
             layout,
             journal,
@@ -209,6 +214,7 @@ impl Supervisor {
             group,
             backend,
             lifetime_over: Instant::now().checked_add(create.lifetime),
+            next_look: Instant::now() + LOOK_INTERVAL,
             step: None,
             pending: None,
             kill: None,
@@ -231,8 +237,11 @@ impl Supervisor {
         }
         if let Some(closing) = self.closing.take() {
             if !closing.destroyed {
-                // First the reason, then the news.
-                self.journal.append(Record::Ended(closing.reason.clone()))?;
+                // First the reason, then the news. On a full disk there are only the news.
+                let _ = self.journal.append(Record::Ended(closing.reason.clone()));
+            }
+            // Whoever destroys it knows the groups from the journal.
+            if !closing.destroyed || !self.is_there() {
                 self.group.dissolve();
             }
             let lost = Reply::Lost { reason: closing.reason };
@@ -300,8 +309,17 @@ impl Supervisor {
             .as_ref()
             .filter(|_| self.kill.is_none())
             .and_then(|s| if s.code.is_some() { s.drain_until } else { s.deadline });
-        let lifetime = if self.closing.is_none() { self.lifetime_over } else { None };
-        [kill, step, lifetime].into_iter().flatten().min()
+        let (lifetime, look) = match self.closing {
+            None => (self.lifetime_over, Some(self.next_look)),
+            Some(_) => (None, None),
+        };
+        [kill, step, lifetime, look].into_iter().flatten().min()
+    }
+
+    /// Whether the executor can still find this sandbox. Even where an agent that goes on writing has kept the folder from being deleted as a
+    /// whole, the journal is gone.
+    fn is_there(&self) -> bool {
+        self.journal.is_at(&self.layout.journal())
     }
 
     fn react(&mut self, polled: Polled) {
@@ -549,6 +567,12 @@ impl Supervisor {
     fn on_time(&mut self, now: Instant) {
         if self.closing.is_none() && self.lifetime_over.is_some_and(|at| now >= at) {
             self.close("its lifetime is over", None);
+        }
+        if self.closing.is_none() && now >= self.next_look {
+            self.next_look = now + LOOK_INTERVAL;
+            if !self.is_there() {
+                self.close("its folder was deleted or moved", None);
+            }
         }
         match self.kill {
             Some(Kill::Asked { until }) if now >= until => self.force_end(),
