@@ -35,12 +35,16 @@ pub(crate) enum Failure {
     TooManyRequests(String),
     /// 500. What happened is in our log, never in the answer.
     Internal,
+    /// 500: what was stored is missing or damaged. The message says what to do.
+    Lost(String),
     /// 503: try again.
     Unavailable(String),
 }
 
 /// What a caller is told where the scheduler cannot be asked.
 const UNAVAILABLE: &str = "The service cannot answer right now. Try again.";
+/// What a caller is told where stored data is missing or damaged, if the scheduler does not say more.
+const LOST: &str = "What was stored for this is missing or damaged, and trying again will not help. Start the batch anew, or ask the operator to restore a backup.";
 /// Seconds in `Retry-After`.
 const RETRY_AFTER: &str = "1";
 
@@ -76,11 +80,20 @@ impl Failure {
                 tracing::warn!(code = ?status.code(), reason = %message, "the scheduler did not answer");
                 Failure::Unavailable(UNAVAILABLE.into())
             }
+            Code::DataLoss => {
+                tracing::error!(reason = %message, "stored data is missing or damaged");
+                Failure::Lost(or(message, LOST))
+            }
             code => {
                 tracing::error!(?code, reason = %message, "the scheduler failed");
                 Failure::Internal
             }
         }
+    }
+
+    /// Something stored is not there although it must be.
+    pub(crate) fn lost() -> Failure {
+        Failure::Lost(LOST.into())
     }
 
     fn parts(&self) -> (StatusCode, Value) {
@@ -109,6 +122,7 @@ impl Failure {
                 StatusCode::INTERNAL_SERVER_ERROR,
                 tagged("InternalError", "Something went wrong on our side."),
             ),
+            Failure::Lost(message) => (StatusCode::INTERNAL_SERVER_ERROR, tagged("InternalError", message)),
             Failure::Unavailable(message) => (StatusCode::SERVICE_UNAVAILABLE, tagged("Unavailable", message)),
         }
     }
@@ -176,7 +190,7 @@ mod tests {
             let leaks = body["message"].as_str().unwrap().contains("words");
             assert_eq!(
                 leaks,
-                status < 500,
+                status < 500 || code == Code::DataLoss,
                 "{code:?}: internal words stay inside, the others are for the caller"
             );
         }
@@ -196,6 +210,7 @@ mod tests {
         check(Code::Unknown, 500, "InternalError");
         check(Code::DataLoss, 500, "InternalError");
         check(Code::Unimplemented, 500, "InternalError");
+        assert_eq!(Failure::from_status(&Status::new(Code::DataLoss, "")), Failure::lost());
     }
 
     #[test]

@@ -2,17 +2,25 @@
 
 use std::time::Duration;
 
-use evalgrid_domain::limits::MAX_START_BODY_BYTES;
+use evalgrid_domain::limits::{MAX_RUNNING_BATCHES, MAX_START_BODY_BYTES};
 
-/// A body above this is read only for a caller whose key is known, so a stranger cannot fill memory.
-pub const STRANGER_BODY: usize = 1 << 20;
-/// Bytes of request bodies held at once over all callers. A start's body is copied once more on its way to the scheduler.
-pub const BODIES_IN_FLIGHT: usize = 256 << 20;
-/// How long a body may take to arrive once it has its place in the budget above: 64 MiB on a slow line of about 10 Mbit/s.
+/// Up to this a body is small: read for anybody, from a budget of its own. Whatever is not a start or a mistake fits. One above it is read only
+/// for a caller whose key is known, so a stranger cannot fill memory.
+pub const SMALL_BODY: usize = 64 << 10;
+/// Bytes of small bodies held at once: connections over HTTP/1 run out before this does.
+pub const SMALL_IN_FLIGHT: usize = CONNECTIONS * SMALL_BODY;
+/// Large bodies that one organization may send at once; it may run fewer batches than that.
+pub const LARGE_BODIES_PER_ORGANIZATION: usize = MAX_RUNNING_BATCHES + 1;
+/// Bytes of large bodies held at once over all callers: twice what one organization can hold. A start's body is copied once more on its way to
+/// the scheduler.
+pub const LARGE_IN_FLIGHT: usize = 2 * LARGE_BODIES_PER_ORGANIZATION * MAX_START_BODY_BYTES;
+/// How long a body may take to arrive: 64 MiB on a slow line of about 10 Mbit/s.
 pub const BODY_DEADLINE: Duration = Duration::from_secs(60);
-/// How long a body waits for its place before the caller is asked to come again.
+/// How long a body may bring nothing: a line that recovers from lost packets does so sooner.
+pub const BODY_IDLE: Duration = Duration::from_secs(10);
+/// How long a result waits for memory before the caller is asked to come again.
 pub const BUDGET_WAIT: Duration = Duration::from_secs(10);
-/// What is still read and thrown away of a body that is too large, so that the caller gets to read the 413.
+/// What is still read and thrown away of a body that was refused, so that the caller gets to read why.
 pub const DRAIN_BYTES: usize = 2 * MAX_START_BODY_BYTES;
 /// How long throwing away may take.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);

@@ -11,6 +11,7 @@ use evalgrid_domain::{
     decode::{Decoder, Text, parse_json},
     limits::{DEFAULT_PAGE, MAX_BODY_BYTES, MAX_IDEMPOTENCY_KEY, MAX_JSON_DEPTH, MAX_PAGE, MAX_START_BODY_BYTES},
     number::MAX_SAFE_INTEGER,
+    permission::Permission,
 };
 use evalgrid_proto::v1::{
     CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, PageCursor, StartBatchRequest, WhoamiRequest,
@@ -26,7 +27,7 @@ use tonic::{
 };
 
 use crate::{
-    body::{self, Budget, Held},
+    body::{self, Bodies, Budget, Held},
     failure::Failure,
     limits, render, result,
 };
@@ -38,7 +39,7 @@ const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 pub(crate) struct App {
     pub(crate) batches: BatchesClient<Channel>,
     auth: AuthClient<Channel>,
-    bodies: Budget,
+    bodies: Bodies,
     pub(crate) requests: Budget,
     pub(crate) results: Arc<Semaphore>,
 }
@@ -50,7 +51,7 @@ impl App {
                 .max_decoding_message_size(limits::MESSAGE_FROM_SCHEDULER)
                 .max_encoding_message_size(limits::MESSAGE_TO_SCHEDULER),
             auth: AuthClient::new(channel),
-            bodies: Budget::new(limits::BODIES_IN_FLIGHT),
+            bodies: Bodies::new(limits::SMALL_IN_FLIGHT, limits::LARGE_IN_FLIGHT),
             requests: Budget::new(limits::REQUESTS_IN_FLIGHT),
             results: Arc::new(Semaphore::new(limits::RESULTS_IN_FLIGHT)),
         }
@@ -99,14 +100,11 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
         Op::Start => idempotency_key(headers)?,
         _ => None,
     };
-    if body::announced(&body).is_none_or(|length| length > limits::STRANGER_BODY) {
-        whoami(app, &caller).await?;
-    }
     let limit = match op {
         Op::Start => MAX_START_BODY_BYTES,
         _ => MAX_BODY_BYTES,
     };
-    let body = body::read(body, limit, &app.bodies).await?;
+    let body = body::read(body, limit, &app.bodies, may_send(app, op, &caller)).await?;
     let mut batches = app.batches.clone();
     match op {
         Op::Start => {
@@ -146,6 +144,19 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
 
 async fn whoami(app: &App, caller: &Caller) -> Result<Identity, Failure> {
     ask(limits::CALL_DEADLINE, app.auth.clone().whoami(caller.request(WhoamiRequest {}))).await
+}
+
+/// The organization of a caller who may send a large body. What else they may do is the scheduler's to say; this only spares reading 64 MiB for
+/// the same answer.
+async fn may_send(app: &App, op: Op, caller: &Caller) -> Result<String, Failure> {
+    let identity = whoami(app, caller).await?;
+    let write = Permission::EvalsWrite.name();
+    if op == Op::Start && !identity.permissions.iter().any(|held| held == write) {
+        return Err(Failure::Forbidden(format!(
+            "this key lacks the permission {write}; ask for a key that has it"
+        )));
+    }
+    Ok(identity.organization_id)
 }
 
 /// One call to the scheduler.

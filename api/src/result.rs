@@ -80,12 +80,17 @@ async fn respond(app: &App, caller: Caller, batch: Batch, whole: Whole) -> Resul
 async fn start_request(app: &App, caller: &Caller, reference: ObjectRef) -> Result<SuiteBatchRequest, Failure> {
     let mut bytes = Vec::new();
     let limit = usize::try_from(reference.size).unwrap_or(usize::MAX);
-    let mut object = Object::open(app, caller, reference).await.map_err(|error| match error {
+    let unread = |error| match error {
         // The batch is there, so its object must be: its absence is not the caller's mistake.
-        Broken::Scheduler(status) if status.code() != tonic::Code::NotFound => Failure::from_status(&status),
+        Broken::Scheduler(status) if status.code() == tonic::Code::NotFound => {
+            tracing::error!(reason = status.message(), "a start request is missing");
+            Failure::lost()
+        }
+        Broken::Scheduler(status) => Failure::from_status(&status),
         error => internal(&error),
-    })?;
-    while let Some(chunk) = object.next().await.map_err(|error| internal(&error))? {
+    };
+    let mut object = Object::open(app, caller, reference).await.map_err(unread)?;
+    while let Some(chunk) = object.next().await.map_err(unread)? {
         if bytes.len() + chunk.len() > limit {
             return Err(internal(&Incoherent("an object longer than announced")));
         }

@@ -74,6 +74,7 @@ async fn refusals_have_the_documented_bodies() {
         "Something went wrong on our side.",
     )
     .await;
+    check(Status::data_loss("restore it"), (500, "InternalError"), "restore it").await;
 }
 
 #[tokio::test]

@@ -32,6 +32,11 @@ use tonic::{Code, Response, Status};
 /// The key that the scheduler knows.
 pub const KEY: &str = "Bearer anp_test";
 
+/// A key of the same organization that may only read.
+pub const READER: &str = "Bearer anp_reader";
+/// A key of another organization.
+pub const OTHER: &str = "Bearer anp_other";
+
 /// What the scheduler answers, and what it was asked.
 #[derive(Default)]
 pub struct Script {
@@ -46,6 +51,11 @@ pub struct Script {
     pub asked: Vec<&'static str>,
 }
 
+fn key<T>(request: &tonic::Request<T>) -> &str {
+    let key = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+    key.unwrap_or_default()
+}
+
 #[derive(Clone, Default)]
 struct Fake(Arc<Mutex<Script>>);
 
@@ -53,7 +63,7 @@ impl Fake {
     fn enter<T>(&self, name: &'static str, request: &tonic::Request<T>) -> Result<std::sync::MutexGuard<'_, Script>, Status> {
         let mut script = self.0.lock().unwrap();
         script.asked.push(name);
-        if request.metadata().get("authorization").and_then(|value| value.to_str().ok()) != Some(KEY) {
+        if ![KEY, READER, OTHER].contains(&key(request)) {
             return Err(Status::unauthenticated("no such key"));
         }
         match script.refuse.clone() {
@@ -178,13 +188,17 @@ impl Batches for Fake {
 impl Auth for Fake {
     async fn whoami(&self, request: tonic::Request<WhoamiRequest>) -> Result<Response<Identity>, Status> {
         drop(self.enter("whoami", &request)?);
+        let permissions: &[&str] = match key(&request) {
+            READER => &["evals:read"],
+            _ => &["evals:read", "evals:write"],
+        };
         Ok(Response::new(Identity {
-            organization_id: "org_1".into(),
+            organization_id: if key(&request) == OTHER { "org_2" } else { "org_1" }.into(),
             organization_name: "Acme".into(),
             organization_slug: "acme".into(),
             key_name: Some("first".into()),
             key_start: "anp_AbCd".into(),
-            permissions: vec!["evals:read".into(), "evals:write".into()],
+            permissions: permissions.iter().map(|held| (*held).into()).collect(),
         }))
     }
 }
