@@ -305,11 +305,14 @@ async fn a_result_that_breaks_off_never_looks_whole() {
     api.script.lock().unwrap().objects.remove("large");
     assert!(get().await.is_err());
     api.script.lock().unwrap().objects.remove("request");
+    let answer = get().await.unwrap();
     assert_eq!(
-        get().await.unwrap().kind(),
+        answer.kind(),
         (500, "InternalError".into()),
         "before the first byte there is a proper answer"
     );
+    let message = answer.json()["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("Start the batch anew"), "it says what to do: {message}");
 }
 
 #[tokio::test]
