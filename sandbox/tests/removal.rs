@@ -7,6 +7,7 @@ use std::fs;
 
 use common::*;
 use evalgrid_sandbox::*;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
 /// An agent that neither ends by itself nor when it is asked to, with a daemon.
 fn stubborn(mark: &str) -> StepCommand {
@@ -93,8 +94,11 @@ async fn the_root_comes_back_with_the_next_sandbox() {
         let kill_zygote = || {
             for pid in marked(&root.to_string_lossy()) {
                 let is_zygote = fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|c| c.contains("sandbox-zygote\0"));
-                if is_zygote && let Some(pid) = rustix::process::Pid::from_raw(pid) {
-                    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+                if is_zygote && let Some(pid) = Pid::from_raw(pid) {
+                    // One that was replaced earlier may be ending by itself.
+                    let _ = kill_process(pid, Signal::KILL);
+                    // Until its socket is closed; reaping it is the provider's business.
+                    let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
                 }
             }
         };
