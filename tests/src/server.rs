@@ -5,6 +5,7 @@ use std::{
     net::TcpListener,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
@@ -20,10 +21,18 @@ pub fn binary() -> PathBuf {
     built.expect("the evalgrid binary is built: run `cargo xtask test`, or set EVALGRID_BIN")
 }
 
-/// An address on loopback that nobody listens on.
+/// An address on loopback that nobody listens on, and that nobody gets by chance: below the ports that the system gives out by itself, and
+/// never twice to the same process.
 pub fn free_address() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().to_string()
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let start = std::process::id().wrapping_mul(97);
+    loop {
+        let port = 10_000 + start.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        let address = format!("127.0.0.1:{port}");
+        if TcpListener::bind(&address).is_ok() {
+            return address;
+        }
+    }
 }
 
 /// One running process.
