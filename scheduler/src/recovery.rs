@@ -10,7 +10,7 @@ use std::{
 
 use evalgrid_domain::request::{Sandbox, Support};
 use evalgrid_proto::log::v1::{Event, event::Kind};
-use evalgrid_store::{FileLog, Index, IndexError, Log, LogError, LogOptions, ObjectError, Opened, Recovery, SledIndex, index::Row};
+use evalgrid_store::{FileLog, Index, IndexError, Log, LogError, LogOptions, ObjectError, Opened, Recovery, Replay, SledIndex, index::Row};
 use evalgrid_workflow::{BatchPhase, State};
 use prost::Message as _;
 
@@ -105,7 +105,7 @@ pub struct Recovered {
 /// An index that reflects more than there is in the log belongs to another log (an older one was put in its place): it is made anew.
 pub fn recover(data: &Path) -> Result<Recovered, OpenError> {
     let recovered = replay(data)?;
-    if recovered.index.position()? <= recovered.summary.log.records {
+    if recovered.index.position()? <= recovered.summary.log.position {
         return Ok(recovered);
     }
     tracing::warn!("the index reflects more than the log holds, as after an older log was restored; it is made anew");
@@ -124,7 +124,10 @@ fn replay(data: &Path) -> Result<Recovered, OpenError> {
     let mut rows: Vec<Row> = Vec::new();
     let mut archived = Vec::new();
     let mut position = 0;
-    let (log, recovery) = FileLog::open(&data.join("log"), LogOptions::default(), |at, record| {
+    let (log, recovery) = FileLog::open(&data.join("log"), LogOptions::default(), |replay| {
+        let Replay::Record(at, record) = replay else {
+            return Err("this version makes no use of snapshots".into());
+        };
         let event = Event::decode(record.payload)?;
         let Some(sequence) = sequences.get_mut(usize::from(record.partition)) else {
             return Err(format!("record {at} is of partition {}, of which there is none", record.partition).into());
@@ -209,7 +212,7 @@ pub fn rebuild_index(data: &Path) -> Result<u64, RebuildError> {
     let (index, _) = SledIndex::open(&old)?;
     for chunk in rows.chunks(ROWS_AT_ONCE) {
         let batch: Vec<Row> = chunk.iter().map(|(_, row)| row.clone()).collect();
-        let position = chunk.last().map_or(recovery.records, |(at, _)| *at);
+        let position = chunk.last().map_or(recovery.position, |(at, _)| *at);
         index.apply(position, &batch)?;
     }
     index.sync()?;

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use evalgrid_store::log::{FileLog, Log, LogOptions, Record};
+use evalgrid_store::log::{FileLog, Log, LogOptions, Record, Replay};
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -49,7 +49,7 @@ impl Sink for Bare {
 fn open(kind: &str, dir: &Path) -> Outcome<Box<dyn Sink>> {
     fs::create_dir_all(dir)?;
     Ok(match kind {
-        "evalgrid" => Box::new(Evalgrid(FileLog::open(dir, LogOptions::default(), |_, _| Ok(()))?.0)),
+        "evalgrid" => Box::new(Evalgrid(FileLog::open(dir, LogOptions::default(), |_| Ok(()))?.0)),
         _ => Box::new(Bare(File::create(dir.join("bare"))?, Vec::new())),
     })
 }
@@ -187,7 +187,7 @@ fn groups(kind: &str, dir: &Path, size: usize, time: Duration) -> Outcome<()> {
 }
 
 fn recovery(dir: &Path, records: u64) -> Outcome<()> {
-    let mut log = FileLog::open(dir, LogOptions::default(), |_, _| Ok(()))?.0;
+    let mut log = FileLog::open(dir, LogOptions::default(), |_| Ok(()))?.0;
     let mut noise = Noise(1);
     for first in (1..=records).step_by(100) {
         let group = (first..first + 100).map(|sequence| Record {
@@ -200,8 +200,10 @@ fn recovery(dir: &Path, records: u64) -> Outcome<()> {
     drop(log);
     let start = Instant::now();
     let mut bytes = 0;
-    let (_log, recovery) = FileLog::open(dir, LogOptions::default(), |_, record| {
-        bytes += record.payload.len();
+    let (_log, recovery) = FileLog::open(dir, LogOptions::default(), |replay| {
+        if let Replay::Record(_, record) = replay {
+            bytes += record.payload.len();
+        }
         Ok(())
     })?;
     println!(

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Makes the entries of `dir` durable. A new or renamed file is not, until its directory is synced.
 pub(crate) fn sync_dir(dir: &Path) -> io::Result<()> {
@@ -40,4 +40,59 @@ pub(crate) fn lock(path: &Path) -> io::Result<Option<File>> {
         Err(TryLockError::WouldBlock) => Ok(None),
         Err(TryLockError::Error(error)) => Err(error),
     }
+}
+
+/// The files of `dir` whose name, rid of what `digits` takes away, is a position of 20 digits; in order. Other files are none of
+/// our business.
+pub(crate) fn list_numbered(dir: &Path, digits: impl Fn(&str) -> Option<&str>) -> io::Result<Vec<(u64, PathBuf)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let number = name.to_str().and_then(&digits).filter(|digits| digits.len() == 20);
+        if let Some(number) = number.and_then(|digits| digits.parse().ok()) {
+            found.push((number, entry.path()));
+        }
+    }
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// Removes a file that need not be there.
+pub(crate) fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// How many more steps succeed before one fails, as by a crash.
+    static STEPS: std::cell::Cell<u64> = const { std::cell::Cell::new(u64::MAX) };
+}
+
+/// Stands before each change of a folder, so that tests can crash between any two. Does nothing in a product.
+#[cfg(not(test))]
+#[inline]
+pub(crate) fn step() -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) fn step() -> io::Result<()> {
+    STEPS.with(|steps| match steps.get() {
+        u64::MAX => Ok(()),
+        0 => Err(io::Error::other("a crash that was asked for")),
+        left => {
+            steps.set(left - 1);
+            Ok(())
+        }
+    })
+}
+
+/// Lets `steps` more steps of this thread succeed; `u64::MAX` lets all.
+#[cfg(test)]
+pub(crate) fn crash_after(steps: u64) {
+    STEPS.with(|left| left.set(steps));
 }

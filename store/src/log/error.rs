@@ -37,6 +37,22 @@ pub enum LogError {
         /// What is wrong there.
         reason: String,
     },
+    /// Records that should be there are in no segment and no intact snapshot. Nothing was touched.
+    #[error("the log in {} is not complete: {what}; put the missing files back, or a backup of the whole folder", dir.display())]
+    Missing {
+        /// The log's folder.
+        dir: PathBuf,
+        /// Which positions are missing, and how that shows.
+        what: String,
+    },
+    /// A snapshot that is over the limits or does not follow the last. Nothing was written.
+    #[error("a snapshot at position {position} was refused: {reason}")]
+    SnapshotRefused {
+        /// Its position.
+        position: u64,
+        /// Why.
+        reason: String,
+    },
     /// A group over the limits. Nothing was written.
     #[error("a group of {records} records and {bytes} bytes is over the limit of {max_records} records and {max_bytes} bytes")]
     TooLarge {

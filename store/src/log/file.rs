@@ -3,12 +3,14 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::{BoxError, LogError};
-use super::frame::{self, Encoder, MAX_GROUP_BYTES, MAX_GROUP_RECORDS};
+use super::frame::{self, Encoder, FORMAT_LEVEL, MAX_GROUP_BYTES, MAX_GROUP_RECORDS};
 use super::recover::{Reader, Recovery, Tail};
 use super::segment::{self, SEGMENT_BYTES};
-use super::{Log, Record, RecordRef, Sequences};
+use super::{Log, Record, Replay, Sequences, Snapshot, Snapshots, snapshot};
 use crate::disk;
 
 /// The file whose lock makes the log have one owner.
@@ -29,38 +31,97 @@ impl Default for LogOptions {
     }
 }
 
+/// Snapshots that are kept: a damaged newest one must have an older one, and the log behind that, to fall back to.
+pub(super) const KEPT_SNAPSHOTS: usize = 2;
+
 /// A log in a folder, open for appending.
 pub struct FileLog {
-    dir: PathBuf,
+    folder: Arc<Folder>,
     segment_bytes: u64,
     path: PathBuf,
     file: File,
     seed: u32,
     pub(super) end: u64,
     next_position: u64,
+    /// The first positions of the segments before the current one, and that one's.
+    segments: Vec<u64>,
     sequences: Sequences,
     encoder: Encoder,
     poisoned: bool,
+}
+
+/// What the log shares with those who save its snapshots.
+struct Folder {
+    dir: PathBuf,
+    /// Held as long as anybody may write here.
     _lock: File,
+    /// The last durable position.
+    durable: AtomicU64,
+    /// Bytes of the groups since opening, and of those before that the newest snapshot did not reflect.
+    written: AtomicU64,
+    /// What `written` was when the newest snapshot was asked for.
+    at_newest: AtomicU64,
+    /// One snapshot is saved at a time.
+    saving: Mutex<()>,
+    /// Positions of the kept snapshots, oldest first. Locked for moments only: `cut` must not wait for a snapshot's sync.
+    kept: Mutex<Vec<u64>>,
+}
+
+impl Folder {
+    fn kept(&self) -> Vec<u64> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The damaged ones go with the old ones: an intact one is newer than all of them.
+    fn remove_all_but(&self, kept: &[u64]) -> std::io::Result<()> {
+        for (position, path) in snapshot::list(&self.dir)? {
+            if !kept.contains(&position) {
+                disk::step()?;
+                disk::remove_if_there(&path)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Snapshots for Folder {
+    fn save(&self, snapshot: &Snapshot) -> Result<(), LogError> {
+        let _saving = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept();
+        snapshot::check(snapshot, kept.last().copied().unwrap_or(0), self.durable.load(Ordering::Acquire))?;
+        let written = self.written.load(Ordering::Relaxed);
+        let path = snapshot::path(&self.dir, snapshot.position);
+        snapshot::save(&self.dir, FORMAT_LEVEL, snapshot).map_err(LogError::io("save", &path))?;
+        kept.push(snapshot.position);
+        kept.drain(..kept.len().saturating_sub(KEPT_SNAPSHOTS));
+        self.at_newest.store(written, Ordering::Relaxed);
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&kept);
+        if let Err(error) = self.remove_all_but(&kept) {
+            // The next one tries again; nothing depends on it.
+            tracing::warn!("old snapshots in {} could not be removed: {error}", self.dir.display());
+        }
+        Ok(())
+    }
 }
 
 impl FileLog {
-    /// Opens the log in `dir`, creating it where there is none: takes its lock, checks everything, hands every record to `visit`
-    /// with its position, and cuts a torn tail. Changes nothing unless all of that went well.
+    /// Opens the log in `dir`, creating it where there is none: takes its lock, hands the newest intact snapshot and every record
+    /// behind it to `visit`, and cuts a torn tail. Changes nothing unless all of that went well.
     pub fn open(
         dir: &Path,
         options: LogOptions,
-        mut visit: impl FnMut(u64, RecordRef<'_>) -> Result<(), BoxError>,
+        mut visit: impl FnMut(Replay<'_>) -> Result<(), BoxError>,
     ) -> Result<(FileLog, Recovery), LogError> {
         disk::create_dir_durably(dir).map_err(LogError::io("create", dir))?;
         let lock = take_lock(dir)?;
         let mut reader = Reader::new();
-        let tail = reader.read(dir, &mut visit)?;
-        segment::remove_unfinished(dir).map_err(LogError::io("clean up", dir))?;
+        let found = reader.read_tail(dir, &mut visit)?;
+        let cleaned = segment::remove_unfinished(dir).and_then(|()| snapshot::remove_unfinished(dir));
+        cleaned.map_err(LogError::io("clean up", dir))?;
 
         let segment_bytes = options.segment_bytes.min(SEGMENT_BYTES);
-        let next_position = reader.recovery.records + 1;
-        let (path, file, seed, end) = match tail {
+        let next_position = reader.recovery.position + 1;
+        let (path, file, seed, end) = match found.tail {
             Some(Tail {
                 seed: Some(seed),
                 path,
@@ -84,19 +145,32 @@ impl FileLog {
         }
         let sequences = reader.sequences;
         let encoder = Encoder::new();
-        let dir = dir.to_owned();
+        let mut segments: Vec<u64> = found.segments.into_iter().map(|(first_position, _)| first_position).collect();
+        if segments.is_empty() {
+            segments.push(next_position);
+        }
+        let kept = found.snapshots[found.snapshots.len().saturating_sub(KEPT_SNAPSHOTS)..].to_vec();
+        let folder = Folder {
+            dir: dir.to_owned(),
+            _lock: lock,
+            durable: AtomicU64::new(reader.recovery.position),
+            written: AtomicU64::new(reader.since_snapshot),
+            at_newest: AtomicU64::new(0),
+            saving: Mutex::new(()),
+            kept: Mutex::new(kept),
+        };
         let log = FileLog {
-            dir,
+            folder: Arc::new(folder),
             segment_bytes,
             path,
             file,
             seed,
             end,
             next_position,
+            segments,
             sequences,
             encoder,
             poisoned: false,
-            _lock: lock,
         };
         Ok((log, reader.recovery))
     }
@@ -121,7 +195,8 @@ impl FileLog {
     fn write(&mut self, records: &[Record]) -> Result<(), LogError> {
         let mut group = self.encoder.encode(self.seed, self.next_position, records);
         if self.end + group.len() as u64 > self.segment_bytes {
-            (self.path, self.file, self.seed, self.end) = create_segment(&self.dir, self.next_position, self.segment_bytes)?;
+            (self.path, self.file, self.seed, self.end) = create_segment(&self.folder.dir, self.next_position, self.segment_bytes)?;
+            self.segments.push(self.next_position);
             group = self.encoder.encode(self.seed, self.next_position, records);
         }
         self.file
@@ -130,6 +205,8 @@ impl FileLog {
         self.file.sync_data().map_err(LogError::io("sync", &self.path))?;
         self.end += group.len() as u64;
         self.next_position += records.len() as u64;
+        self.folder.durable.store(self.next_position - 1, Ordering::Release);
+        self.folder.written.fetch_add(group.len() as u64, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -148,6 +225,31 @@ impl Log for FileLog {
         // After a failed sync the kernel may call the very same pages clean: to try again would be to lie.
         self.poisoned = result.is_err();
         result
+    }
+
+    fn cut(&mut self, position: u64) -> Result<u64, LogError> {
+        let kept = self.folder.kept();
+        let reflected = if kept.len() < KEPT_SNAPSHOTS { 0 } else { kept[0] };
+        let position = position.min(reflected);
+        // The oldest goes first, and durably before the next: whatever a crash leaves is without a hole.
+        while self.segments.get(1).is_some_and(|next| *next <= position + 1) {
+            let path = segment::path(&self.folder.dir, self.segments[0]);
+            let removed = disk::step().and_then(|()| disk::remove_if_there(&path));
+            removed
+                .and_then(|()| disk::sync_dir(&self.folder.dir))
+                .map_err(LogError::io("remove", &path))?;
+            self.segments.remove(0);
+        }
+        Ok(self.segments[0])
+    }
+
+    fn bytes_since_snapshot(&self) -> u64 {
+        let folder = &self.folder;
+        folder.written.load(Ordering::Relaxed) - folder.at_newest.load(Ordering::Relaxed)
+    }
+
+    fn snapshots(&self) -> Arc<dyn Snapshots> {
+        Arc::clone(&self.folder) as Arc<dyn Snapshots>
     }
 }
 

@@ -24,8 +24,10 @@ struct Written {
 
 fn open(dir: &Path) -> Result<(FileLog, Recovery, Vec<Record>), LogError> {
     let mut records = Vec::new();
-    let (log, recovery) = FileLog::open(dir, SMALL, |_, record| {
-        records.push(record.to_record());
+    let (log, recovery) = FileLog::open(dir, SMALL, |replay| {
+        if let Replay::Record(_, record) = replay {
+            records.push(record.to_record());
+        }
         Ok(())
     })?;
     Ok((log, recovery, records))
@@ -98,7 +100,7 @@ impl Written {
     fn check_goes_on(&self, records: usize) {
         let (mut log, recovery, found) = open(self.dir.path()).unwrap();
         assert_eq!(found, self.records[..records]);
-        assert_eq!(recovery.records, records as u64);
+        assert_eq!((recovery.records, recovery.position), (records as u64, records as u64));
         let sequence = found.iter().filter(|record| record.partition == 1).count() as u64 + 1;
         let more = [Record {
             partition: 1,
@@ -375,7 +377,16 @@ fn segments_follow_each_other() {
     assert_eq!(corrupt_at(dir.path()).0, segments[2].1);
     fs::write(path, whole).unwrap();
     fs::remove_file(&segments[0].1).unwrap();
-    assert_eq!(&corrupt_at(dir.path()).0, path);
+    let missing = open(dir.path()).map(|(_, recovery, _)| recovery);
+    let positions = format!("positions 1 to {} are missing", segments[1].0 - 1);
+    assert!(
+        matches!(&missing, Err(LogError::Missing { what, .. }) if what.contains(&positions)),
+        "{missing:?}"
+    );
+    assert!(matches!(
+        offline::verify(dir.path()).unwrap().problem,
+        Some(LogError::Missing { .. })
+    ));
 }
 
 #[test]
@@ -413,4 +424,39 @@ fn a_failed_write_poisons() {
         assert!(matches!(log.append(&record(sequence)), Err(LogError::Poisoned)));
     }
     assert!(matches!(log.append(&[]), Err(LogError::Poisoned)));
+}
+
+/// A snapshot of what `records` have brought about.
+fn snapshot_of(records: &[Record]) -> Snapshot {
+    let mut sequences = Sequences::default();
+    records.iter().for_each(|record| sequences.begin(record.partition, record.sequence));
+    Snapshot {
+        position: records.len() as u64,
+        sequences: sequences.0,
+        payload: Bytes::from(vec![records.len() as u8; 3_000_000]),
+    }
+}
+
+#[test]
+fn a_crash_while_a_snapshot_is_saved_leaves_the_old_ones() {
+    let written = write(5);
+    for steps in 0.. {
+        let (log, recovery, _) = open(written.dir.path()).unwrap();
+        let snapshot = snapshot_of(&written.records[..recovery.snapshot.unwrap_or(0) as usize + 1]);
+        crate::disk::crash_after(steps);
+        let result = log.snapshots().save(&snapshot);
+        crate::disk::crash_after(u64::MAX);
+        drop(log);
+        let again = open(written.dir.path()).unwrap().1;
+        assert!(again.skipped_snapshots.is_empty() && again.snapshot.is_none_or(|position| position <= snapshot.position));
+        assert!(again.snapshot >= recovery.snapshot && again.snapshot.unwrap_or(0) + 1 >= snapshot.position);
+        if result.is_ok() {
+            assert_eq!(again.snapshot, Some(snapshot.position));
+            if steps > 5 {
+                break;
+            }
+        }
+    }
+    assert!(!written.dir.path().join("snapshot.new").exists());
+    assert_eq!(snapshot::list(written.dir.path()).unwrap().len(), 2);
 }

@@ -11,18 +11,26 @@ use std::path::{Path, PathBuf};
 use super::error::{BoxError, LogError};
 use super::frame::{self, Decoder, FORMAT_LEVEL};
 use super::segment::{self, SEGMENT_BYTES};
-use super::{RecordRef, Sequences};
+use super::{Replay, Sequences, Snapshot, snapshot};
 
 /// What was found when a log was read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recovery {
-    /// Whole records, which is also the position of the last one.
+    /// Position of the last whole record; 0 in a new log.
+    pub position: u64,
+    /// Position of the snapshot that reading began with.
+    pub snapshot: Option<u64>,
+    /// Snapshots that are damaged, each with the reason; reading began with an older one, or without.
+    pub skipped_snapshots: Vec<String>,
+    /// The first position that is still there as a record (or would be, in a log that has none).
+    pub first_position: u64,
+    /// Records that were read and handed on: those behind the snapshot.
     pub records: u64,
-    /// Whole groups.
+    /// Whole groups in the segments that were read.
     pub groups: u64,
-    /// Bytes of the whole groups and of the segments' headers, on disk.
+    /// Bytes of these groups and of the segments' headers, on disk.
     pub bytes: u64,
-    /// Segment files.
+    /// Segment files that are there. Those wholly before the snapshot's position are not read.
     pub segments: u64,
     /// Bytes of a group that a crash left unfinished at the end; never acknowledged. Opening cuts them, offline reading only counts.
     pub torn_bytes: u64,
@@ -41,33 +49,152 @@ pub(super) struct Tail {
     pub(super) last_group: Option<(u64, Vec<u8>)>,
 }
 
+/// What is in a log's folder, beside the records.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// That of the last segment; there is none in an empty log.
+    pub(super) tail: Option<Tail>,
+    /// The segments by their first position, in order.
+    pub(super) segments: Vec<(u64, PathBuf)>,
+    /// Positions of the usable snapshots, oldest first.
+    pub(super) snapshots: Vec<u64>,
+}
+
 /// Reads a log. After an error, what was found up to there can still be asked for.
 pub(super) struct Reader {
     pub(super) recovery: Recovery,
     pub(super) sequences: Sequences,
+    /// Bytes of the groups that the snapshot does not wholly reflect.
+    pub(super) since_snapshot: u64,
+    /// Up to here a snapshot reflects the records; they are not handed on.
+    reflected: u64,
+    /// The log's beginning is gone, so a partition's first record may have any sequence.
+    headless: bool,
     decoder: Decoder,
     buffer: Vec<u8>,
 }
 
-/// Takes the records while a log is read: position, record.
-pub(super) type Visit<'a> = &'a mut dyn FnMut(u64, RecordRef<'_>) -> Result<(), BoxError>;
+/// Takes what is in a log while it is read.
+pub(super) type Visit<'a> = &'a mut dyn FnMut(Replay<'_>) -> Result<(), BoxError>;
 
 impl Reader {
     pub(super) fn new() -> Reader {
         Reader {
             recovery: Recovery::default(),
             sequences: Sequences::default(),
+            since_snapshot: 0,
+            reflected: 0,
+            headless: false,
             decoder: Decoder::new(),
             buffer: Vec::new(),
         }
     }
 
-    /// Reads every segment in `dir`. The tail is that of the last one; there is none in an empty log.
-    pub(super) fn read(&mut self, dir: &Path, visit: Visit<'_>) -> Result<Option<Tail>, LogError> {
+    /// Reads what an owner needs to go on: the newest intact snapshot, and the records behind it.
+    pub(super) fn read_tail(&mut self, dir: &Path, visit: Visit<'_>) -> Result<Found, LogError> {
         let segments = segment::list(dir).map_err(LogError::io("list the segments in", dir))?;
+        let snapshots = snapshot::list(dir).map_err(LogError::io("list the snapshots in", dir))?;
+        let newest = snapshot::newest(&snapshots, &mut self.recovery)?;
+        self.check_reach(dir, &segments, newest.as_ref().map(|snapshot| snapshot.position))?;
+        let mut needed = &segments[..];
+        if let Some(snapshot) = &newest {
+            let position = snapshot.position;
+            self.begin_with(snapshot);
+            let unneeded = segments.partition_point(|(first_position, _)| *first_position <= position + 1);
+            needed = &segments[unneeded.saturating_sub(1)..];
+            visit(Replay::Snapshot(snapshot)).map_err(|source| LogError::Refused { position, source })?;
+        }
+        let usable = newest.map_or(0, |snapshot| snapshot.position);
+        let tail = self.read_segments(needed, visit)?;
+        self.check_end(dir, usable)?;
+        let snapshots = snapshots
+            .into_iter()
+            .map(|(position, _)| position)
+            .filter(|position| *position <= usable);
+        Ok(Found {
+            tail,
+            snapshots: snapshots.collect(),
+            segments,
+        })
+    }
+
+    /// Reads every record that is still there, whatever the snapshots reflect.
+    pub(super) fn read_all(&mut self, dir: &Path, visit: Visit<'_>) -> Result<Found, LogError> {
+        let segments = segment::list(dir).map_err(LogError::io("list the segments in", dir))?;
+        self.note_segments(&segments);
+        self.headless = self.recovery.first_position > 1;
+        let tail = self.read_segments(&segments, visit)?;
+        Ok(Found {
+            tail,
+            segments,
+            snapshots: Vec::new(),
+        })
+    }
+
+    /// Checks every snapshot, and that the newest intact one and the segments that were read make a whole log.
+    pub(super) fn check_snapshots(&mut self, dir: &Path) -> Result<(), LogError> {
+        let segments = segment::list(dir).map_err(LogError::io("list the segments in", dir))?;
+        for (position, path) in snapshot::list(dir).map_err(LogError::io("list the snapshots in", dir))? {
+            match snapshot::load(&path, position) {
+                Ok(_) => self.recovery.snapshot = Some(position),
+                Err(unusable) => snapshot::skip(&path, unusable, &mut self.recovery)?,
+            }
+        }
+        self.check_reach(dir, &segments, self.recovery.snapshot)?;
+        self.check_end(dir, self.recovery.snapshot.unwrap_or(0))
+    }
+
+    fn note_segments(&mut self, segments: &[(u64, PathBuf)]) {
+        self.recovery.segments = segments.len() as u64;
+        self.recovery.first_position = segments.first().map_or(1, |(first_position, _)| *first_position);
+    }
+
+    /// Begins behind `snapshot`, with what it says of the partitions.
+    fn begin_with(&mut self, snapshot: &Snapshot) {
+        self.recovery.snapshot = Some(snapshot.position);
+        self.reflected = snapshot.position;
+        self.sequences = Sequences(snapshot.sequences.clone());
+    }
+
+    /// No record between the snapshot (or the beginning) and the first segment may be missing.
+    fn check_reach(&mut self, dir: &Path, segments: &[(u64, PathBuf)], snapshot: Option<u64>) -> Result<(), LogError> {
+        self.note_segments(segments);
+        let (reached, first) = (snapshot.unwrap_or(0), self.recovery.first_position);
+        if first <= reached + 1 {
+            return Ok(());
+        }
+        let mut what = format!(
+            "positions {} to {} are missing: the first segment begins at {first}, and ",
+            reached + 1,
+            first - 1
+        );
+        match snapshot {
+            Some(position) => what.push_str(&format!("the newest intact snapshot is at {position}")),
+            None => what.push_str("there is no intact snapshot"),
+        }
+        for skipped in &self.recovery.skipped_snapshots {
+            what.push_str(&format!("; damaged: {skipped}"));
+        }
+        let dir = dir.to_owned();
+        Err(LogError::Missing { dir, what })
+    }
+
+    /// A snapshot is made of durable records only, so the log cannot end before it.
+    fn check_end(&self, dir: &Path, snapshot: u64) -> Result<(), LogError> {
+        let end = self.recovery.position;
+        if snapshot <= end {
+            return Ok(());
+        }
+        let what = format!("a snapshot reflects position {snapshot}, but the segments end at {end}: what was behind that is missing");
+        let dir = dir.to_owned();
+        Err(LogError::Missing { dir, what })
+    }
+
+    fn read_segments(&mut self, segments: &[(u64, PathBuf)], visit: Visit<'_>) -> Result<Option<Tail>, LogError> {
         let mut tail = None;
+        self.recovery.position = segments.first().map_or(0, |(first_position, _)| first_position - 1);
         for (index, (first_position, path)) in segments.iter().enumerate() {
-            let expected = self.recovery.records + 1;
+            let expected = self.recovery.position + 1;
             if *first_position != expected {
                 return Err(corrupt(
                     path,
@@ -86,7 +213,6 @@ impl Reader {
     }
 
     fn read_segment(&mut self, path: &Path, first_position: u64, bytes: &[u8], last: bool, visit: Visit<'_>) -> Result<Tail, LogError> {
-        self.recovery.segments += 1;
         let mut tail = Tail {
             path: path.to_owned(),
             first_position,
@@ -121,11 +247,11 @@ impl Reader {
             if let Some(header) = &header {
                 // Checked before the body: a newer level may have another kind of body, and must not pass for a torn group.
                 check_level(path, at, header.level)?;
-                if header.first_position != self.recovery.records + 1 {
+                if header.first_position != self.recovery.position + 1 {
                     let reason = format!(
                         "a group begins at position {}, not {}",
                         header.first_position,
-                        self.recovery.records + 1
+                        self.recovery.position + 1
                     );
                     return Err(corrupt(path, at, reason));
                 }
@@ -164,21 +290,34 @@ impl Reader {
     }
 
     fn read_group(&mut self, path: &Path, at: usize, header: &frame::Header, body: &[u8], visit: Visit<'_>) -> Result<(), LogError> {
+        self.recovery.groups += 1;
+        let last = self.recovery.position + u64::from(header.records);
+        if last <= self.reflected {
+            self.recovery.position = last;
+            return Ok(());
+        }
+        self.since_snapshot += (frame::HEADER_BYTES + body.len()) as u64;
         let records = self.decoder.decode(header, body).map_err(|reason| corrupt(path, at, reason))?;
         for record in records {
             let record = record.map_err(|reason| corrupt(path, at, reason))?;
-            self.sequences.advance(record.partition, record.sequence).map_err(|expected| {
-                corrupt(
-                    path,
-                    at,
-                    format!("partition {} goes on with {}, not {expected}", record.partition, record.sequence),
-                )
-            })?;
+            self.recovery.position += 1;
+            let position = self.recovery.position;
+            // A snapshot may fall between the records of one group.
+            if position <= self.reflected {
+                continue;
+            }
+            match self.sequences.advance(record.partition, record.sequence) {
+                Err(1) if self.headless && record.sequence > 0 => self.sequences.begin(record.partition, record.sequence),
+                Err(expected) => {
+                    self.recovery.position -= 1;
+                    let reason = format!("partition {} goes on with {}, not {expected}", record.partition, record.sequence);
+                    return Err(corrupt(path, at, reason));
+                }
+                Ok(()) => {}
+            }
             self.recovery.records += 1;
-            let position = self.recovery.records;
-            visit(position, record).map_err(|source| LogError::Refused { position, source })?;
+            visit(Replay::Record(position, record)).map_err(|source| LogError::Refused { position, source })?;
         }
-        self.recovery.groups += 1;
         Ok(())
     }
 }

@@ -74,22 +74,9 @@ pub(super) fn path(dir: &Path, first_position: u64) -> PathBuf {
     dir.join(format!("{first_position:020}{SUFFIX}"))
 }
 
-/// The segments in `dir`, in order; other files are none of our business.
+/// The segments in `dir`, in order.
 pub(super) fn list(dir: &Path) -> io::Result<Vec<(u64, PathBuf)>> {
-    let mut segments = Vec::new();
-    for entry in fs::read_dir(dir)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let digits = name
-            .to_str()
-            .and_then(|name| name.strip_suffix(SUFFIX))
-            .filter(|digits| digits.len() == 20);
-        if let Some(first_position) = digits.and_then(|digits| digits.parse().ok()) {
-            segments.push((first_position, entry.path()));
-        }
-    }
-    segments.sort_unstable();
-    Ok(segments)
+    disk::list_numbered(dir, |name| name.strip_suffix(SUFFIX))
 }
 
 /// Creates the segment durably, in place of one of the same name, and returns it open with the seed of its checksums.
@@ -128,8 +115,5 @@ pub(super) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
 
 /// Removes what a crash during [`create`] left behind.
 pub(super) fn remove_unfinished(dir: &Path) -> io::Result<()> {
-    match fs::remove_file(dir.join(UNFINISHED)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
+    disk::remove_if_there(&dir.join(UNFINISHED))
 }
