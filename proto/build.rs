@@ -10,6 +10,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "evalgrid/v1/client.proto",
         "evalgrid/v1/worker.proto",
         "evalgrid/log/v1/event.proto",
+        "evalgrid/log/v1/snapshot.proto",
     ];
     for file in files {
         println!("cargo:rerun-if-changed={file}");

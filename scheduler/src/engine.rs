@@ -1,17 +1,25 @@
 //! The one place where state changes: decide and apply run at once in memory, the events join the next commit group, and everybody who
 //! acts on them waits until their position is durable.
+//!
+//! [`Core`] is the part without threads and clocks, which the simulator drives as well; [`Engine`] puts a lock and a committer around it.
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Condvar, Mutex, MutexGuard},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
 };
 
 use bytes::{Bytes, BytesMut};
 use evalgrid_domain::ids::{BatchId, DIRECTORY_PARTITION, OrgId, partition};
-use evalgrid_proto::log::v1::{Event, event::Kind};
+use evalgrid_proto::{
+    log::v1::{BatchArchived, Event, event::Kind},
+    v1,
+};
 use evalgrid_store::{
-    Log, Record,
+    Log, Record, Snapshots,
     log::{MAX_GROUP_BYTES, MAX_GROUP_RECORDS, RECORD_OVERHEAD},
 };
 use evalgrid_workflow::{State, decide};
@@ -23,10 +31,43 @@ use crate::{clock::World, sessions::Sessions};
 /// Records applied and not yet durable. Past this, newcomers wait: memory stays bounded when the disk stalls.
 const MAX_UNCOMMITTED_RECORDS: u64 = 4 * MAX_GROUP_RECORDS as u64;
 
-/// The scheduler is stopping; nothing more becomes durable.
+/// The scheduler is stopping, or is no longer the active one of its cell; nothing more becomes durable through it.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error("the scheduler is stopping")]
 pub struct Stopping;
+
+/// The right to act as the one scheduler of a cell. It can end by itself at any moment.
+pub trait Tenure: Send + Sync {
+    /// Whether it certainly still holds.
+    fn holds(&self) -> bool;
+}
+
+/// The right that comes with the lock on a folder: the kernel takes it back when the process ends, never before.
+pub struct LockHeld;
+
+impl Tenure for LockHeld {
+    fn holds(&self) -> bool {
+        true
+    }
+}
+
+/// What to do once the log takes nothing more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnLogFailure {
+    /// A disk that failed a sync cannot be trusted by this process again: it ends, and the next start reads what is there.
+    EndProcess,
+    /// Somebody else may own the log by now: drop the state, and follow.
+    StepDown,
+}
+
+/// How far the log is durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Everything up to here is.
+    pub position: u64,
+    /// Nothing more will be.
+    pub over: bool,
+}
 
 /// A cheap handle.
 #[derive(Clone)]
@@ -38,7 +79,14 @@ struct Shared {
     core: Mutex<Core>,
     /// Tells the committer that something is pending, or that it shall end.
     pending: Condvar,
-    durable: watch::Sender<u64>,
+    /// As the log says after each group.
+    log_bytes: AtomicU64,
+    /// Where the committer shall cut the log; 0 for nowhere.
+    cut: AtomicU64,
+    snapshots: Arc<dyn Snapshots>,
+    durable: watch::Sender<Progress>,
+    tenure: Arc<dyn Tenure>,
+    on_failure: OnLogFailure,
     world: Arc<dyn World>,
 }
 
@@ -50,6 +98,10 @@ pub struct Core {
     pub sessions: Sessions,
     /// Ended batches whose result is not durable as an object yet.
     pub ended: Vec<BatchId>,
+    /// Batches archived since the newest snapshot: the next one takes them into the archive. Bounded by the log between two snapshots.
+    pub archived: Vec<BatchArchived>,
+    /// The newest object of the archive.
+    pub archive: Option<v1::ObjectRef>,
     /// The last sequence of each partition.
     sequences: Vec<u64>,
     partitions: HashMap<OrgId, u16>,
@@ -70,6 +122,8 @@ impl Core {
             state,
             sessions: Sessions::default(),
             ended: Vec::new(),
+            archived: Vec::new(),
+            archive: None,
             sequences,
             partitions: HashMap::new(),
             pending: Vec::new(),
@@ -91,6 +145,22 @@ impl Core {
     /// Time for liveness.
     pub fn steady_ms(&self) -> u64 {
         self.steady_ms
+    }
+
+    /// Sets the time of this turn; it never goes back behind an event.
+    pub fn set_time(&mut self, now_ms: u64, steady_ms: u64) {
+        self.now_ms = now_ms.max(self.state.last_ms());
+        self.steady_ms = steady_ms;
+    }
+
+    /// The last sequence of each partition.
+    pub fn sequences(&self) -> &[u64] {
+        &self.sequences
+    }
+
+    /// Whether events wait for the committer.
+    pub fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
     }
 
     /// The position of the newest event; whoever acts on what it saw waits until this is durable.
@@ -126,10 +196,10 @@ impl Core {
             // Memory and log would part ways: the log is the truth, so the process ends and replays it.
             fatal(&format!("{error}: {event:?}"));
         }
-        if let Some(Kind::BatchEnded(ended)) = &event.kind
-            && let Ok(id) = <[u8; 16]>::try_from(ended.batch.as_ref())
-        {
-            self.ended.push(BatchId(id));
+        match &event.kind {
+            Some(Kind::BatchEnded(ended)) => self.ended.extend(<[u8; 16]>::try_from(ended.batch.as_ref()).map(BatchId)),
+            Some(Kind::BatchArchived(archived)) => self.archived.push(archived.clone()),
+            _ => {}
         }
         self.scratch.reserve(event.encoded_len());
         if let Err(error) = event.encode(&mut self.scratch) {
@@ -181,6 +251,28 @@ impl Core {
         }
     }
 
+    /// Moves as much as one group may hold to `group`; answers with the position that its last record has.
+    pub fn take_group(&mut self, group: &mut Vec<Record>) -> u64 {
+        if self.pending.len() <= MAX_GROUP_RECORDS && self.pending_bytes <= MAX_GROUP_BYTES {
+            std::mem::swap(&mut self.pending, group);
+            self.pending_bytes = 0;
+            return self.position;
+        }
+        let mut bytes = 0;
+        let mut count = 0;
+        for record in self.pending.iter().take(MAX_GROUP_RECORDS) {
+            let size = record.payload.len() + RECORD_OVERHEAD;
+            if count > 0 && bytes + size > MAX_GROUP_BYTES {
+                break;
+            }
+            bytes += size;
+            count += 1;
+        }
+        group.extend(self.pending.drain(..count));
+        self.pending_bytes -= bytes;
+        self.position - self.pending.len() as u64
+    }
+
     fn organization_of_token(&self, token: u64) -> Option<OrgId> {
         let lease = self.state.lease(token)?;
         Some(self.state.batch(&lease.trial.batch)?.organization)
@@ -193,26 +285,41 @@ impl Core {
 
 impl Engine {
     /// Starts the committer on its own thread. It ends, and lets go of the log, some time after [`Engine::stop`].
-    pub fn start(core: Core, mut log: Box<dyn Log>, world: Arc<dyn World>) -> std::io::Result<(Engine, thread::JoinHandle<()>)> {
-        let (durable, _) = watch::channel(core.position);
+    pub fn start(
+        core: Core,
+        mut log: Box<dyn Log>,
+        tenure: Arc<dyn Tenure>,
+        on_failure: OnLogFailure,
+        world: Arc<dyn World>,
+    ) -> std::io::Result<(Engine, thread::JoinHandle<()>)> {
+        let (durable, _) = watch::channel(Progress {
+            position: core.position,
+            over: false,
+        });
+        let snapshots = log.snapshots();
         let shared = Arc::new(Shared {
             core: Mutex::new(core),
             pending: Condvar::new(),
+            log_bytes: AtomicU64::new(log.bytes_since_snapshot()),
+            cut: AtomicU64::new(0),
+            snapshots,
             durable,
+            tenure,
+            on_failure,
             world,
         });
         let engine = Engine { shared: shared.clone() };
-        let committer = thread::Builder::new()
-            .name("committer".into())
-            .spawn(move || commit_loop(&shared, log.as_mut()))?;
+        let committer = thread::Builder::new().name("committer".into()).spawn(move || {
+            commit_loop(&shared, log.as_mut());
+            shared.durable.send_modify(|progress| progress.over = true);
+        })?;
         Ok((engine, committer))
     }
 
     /// Runs `turn` on the state. The second value is the position that must be durable before anybody acts on the first.
     pub fn turn<T>(&self, turn: impl FnOnce(&mut Core) -> T) -> (T, u64) {
         let mut core = self.lock();
-        core.now_ms = self.shared.world.now_ms().max(core.state.last_ms());
-        core.steady_ms = self.shared.world.steady_ms();
+        core.set_time(self.shared.world.now_ms(), self.shared.world.steady_ms());
         let value = turn(&mut core);
         let position = core.position;
         let wake = !core.pending.is_empty();
@@ -230,17 +337,19 @@ impl Engine {
         Ok(value)
     }
 
-    /// Waits until everything up to `position` is durable.
+    /// Waits until everything up to `position` is durable. Whoever is no longer the active scheduler hears so instead: what it knows may be
+    /// old by now.
     pub async fn durable(&self, position: u64) -> Result<(), Stopping> {
-        if *self.shared.durable.borrow() >= position {
-            return Ok(());
+        let reached = |progress: &Progress| progress.position >= position || progress.over;
+        let seen = *self.shared.durable.borrow();
+        let progress = match reached(&seen) {
+            true => seen,
+            false => *self.shared.durable.subscribe().wait_for(reached).await.map_err(|_| Stopping)?,
+        };
+        match progress.position >= position && self.shared.tenure.holds() {
+            true => Ok(()),
+            false => Err(Stopping),
         }
-        let mut durable = self.shared.durable.subscribe();
-        durable
-            .wait_for(|reached| *reached >= position)
-            .await
-            .map(|_| ())
-            .map_err(|_| Stopping)
     }
 
     /// Waits while too much is applied that is not durable yet.
@@ -250,8 +359,24 @@ impl Engine {
     }
 
     /// Follows the durable position: a hint that something may have changed.
-    pub fn watch(&self) -> watch::Receiver<u64> {
+    pub fn watch(&self) -> watch::Receiver<Progress> {
         self.shared.durable.subscribe()
+    }
+
+    /// Bytes of log since the newest snapshot.
+    pub fn log_bytes(&self) -> u64 {
+        self.shared.log_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Where snapshots go.
+    pub fn snapshots(&self) -> Arc<dyn Snapshots> {
+        self.shared.snapshots.clone()
+    }
+
+    /// Lets the committer cut the log behind `position`, which a snapshot has passed.
+    pub fn cut(&self, position: u64) {
+        self.shared.cut.store(position, Ordering::Relaxed);
+        self.shared.pending.notify_one();
     }
 
     /// Time and chance.
@@ -287,42 +412,35 @@ fn commit_loop(shared: &Shared, log: &mut dyn Log) {
                 if core.stopping {
                     return;
                 }
+                if shared.cut.load(Ordering::Relaxed) > 0 {
+                    break;
+                }
                 core = match shared.pending.wait(core) {
                     Ok(core) => core,
                     Err(_) => fatal("a turn on the state has panicked"),
                 };
             }
-            take_group(&mut core, &mut group)
+            core.take_group(&mut group)
         };
-        if let Err(error) = log.append(&group) {
-            // Whether the group is there is unknown. Only reading the log again can tell, and that is what a start does.
-            fatal(&format!("the log could not be written: {error}"));
+        let done = log.append(&group).and_then(|()| match shared.cut.swap(0, Ordering::Relaxed) {
+            0 => Ok(()),
+            position => log.cut(position).map(|first| tracing::info!(first, "the log was cut behind its snapshot")),
+        });
+        if let Err(error) = done {
+            let text = format!("the log could not be written: {error}");
+            match shared.on_failure {
+                // Whether the group is there is unknown. Only reading the log again can tell, and that is what a start does.
+                OnLogFailure::EndProcess => fatal(&text),
+                OnLogFailure::StepDown => {
+                    tracing::error!("{text}; this scheduler steps down");
+                    return;
+                }
+            }
         }
         group.clear();
-        shared.durable.send_replace(position);
+        shared.log_bytes.store(log.bytes_since_snapshot(), Ordering::Relaxed);
+        shared.durable.send_modify(|progress| progress.position = position);
     }
-}
-
-/// Moves as much as one group may hold from `pending` to `group`; answers with the position that its last record has.
-fn take_group(core: &mut Core, group: &mut Vec<Record>) -> u64 {
-    if core.pending.len() <= MAX_GROUP_RECORDS && core.pending_bytes <= MAX_GROUP_BYTES {
-        std::mem::swap(&mut core.pending, group);
-        core.pending_bytes = 0;
-        return core.position;
-    }
-    let mut bytes = 0;
-    let mut count = 0;
-    for record in core.pending.iter().take(MAX_GROUP_RECORDS) {
-        let size = record.payload.len() + RECORD_OVERHEAD;
-        if count > 0 && bytes + size > MAX_GROUP_BYTES {
-            break;
-        }
-        bytes += size;
-        count += 1;
-    }
-    group.extend(core.pending.drain(..count));
-    core.pending_bytes -= bytes;
-    core.position - core.pending.len() as u64
 }
 
 /// The process cannot go on honestly; the next start replays the log.

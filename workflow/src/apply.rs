@@ -18,7 +18,7 @@ use crate::state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization,
 #[error("an event does not fit the state before it: {0}")]
 pub struct ApplyError(String);
 
-fn illegal<T>(what: impl Into<String>) -> Result<T, ApplyError> {
+pub(crate) fn illegal<T>(what: impl Into<String>) -> Result<T, ApplyError> {
     Err(ApplyError(what.into()))
 }
 
@@ -26,11 +26,11 @@ pub(crate) fn batch_id(bytes: &[u8]) -> Result<BatchId, ApplyError> {
     bytes.try_into().map(BatchId).or_else(|_| illegal("a batch id is not 16 bytes"))
 }
 
-fn organization_id(text: &str) -> Result<OrgId, ApplyError> {
+pub(crate) fn organization_id(text: &str) -> Result<OrgId, ApplyError> {
     text.parse().or_else(|_| illegal(format!("{text:?} is not an organization id")))
 }
 
-fn key_id(text: &str) -> Result<KeyId, ApplyError> {
+pub(crate) fn key_id(text: &str) -> Result<KeyId, ApplyError> {
     text.parse().or_else(|_| illegal(format!("{text:?} is not a key id")))
 }
 
@@ -104,7 +104,7 @@ impl State {
         Ok(())
     }
 
-    fn key_created(&mut self, created: &log::KeyCreated, at_ms: u64) -> Result<(), ApplyError> {
+    pub(crate) fn key_created(&mut self, created: &log::KeyCreated, at_ms: u64) -> Result<(), ApplyError> {
         let id = key_id(&created.key_id)?;
         let organization = organization_id(&created.organization_id)?;
         let Ok(hash) = <[u8; 32]>::try_from(created.hash.as_ref()) else {
@@ -129,7 +129,7 @@ impl State {
         Ok(())
     }
 
-    fn key_revoked(&mut self, revoked: &log::KeyRevoked, at_ms: u64) -> Result<(), ApplyError> {
+    pub(crate) fn key_revoked(&mut self, revoked: &log::KeyRevoked, at_ms: u64) -> Result<(), ApplyError> {
         match self.keys.get_mut(&key_id(&revoked.key_id)?) {
             Some(key) if key.revoked_ms.is_none() => key.revoked_ms = Some(at_ms),
             _ => return illegal("a key is revoked that does not live"),

@@ -7,6 +7,7 @@
 mod apply;
 pub mod decide;
 mod queue;
+mod snapshot;
 pub mod state;
 pub mod view;
 

@@ -35,6 +35,16 @@ impl Queue {
         self.last_ticket
     }
 
+    /// The newest ticket.
+    pub fn last_ticket(&self) -> u64 {
+        self.last_ticket
+    }
+
+    /// Tickets up to this one were given out before.
+    pub fn use_tickets_after(&mut self, ticket: u64) {
+        self.last_ticket = ticket;
+    }
+
     pub fn push_fresh(&mut self, key: TrialKey, ticket: u64, provider: &str, organization: OrgId, not_before_ms: u64, now_ms: u64) {
         let entry = Entry { key, ticket };
         if not_before_ms > now_ms {

@@ -15,6 +15,7 @@ use evalgrid_workflow::{
     decide::{self, Holder},
     view,
 };
+use prost::Message as _;
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 
 const WORKERS: [&str; 3] = ["alpha", "beta", "gamma"];
@@ -344,11 +345,47 @@ fn describe(state: &State) -> String {
     format!("{batches:?} {leases:?} {custody:?}")
 }
 
+/// Whoever waits before a snapshot waits behind it: nobody is forgotten, nobody comes in from nowhere.
+fn check_waiting(restored: &State, replayed: &State) {
+    let waiting = |state: &State| {
+        let mut state = state.clone();
+        let (mut now_ms, mut keys) = (state.last_ms() + 3_600_000, Vec::new());
+        while let Some((worker, key)) = WORKERS
+            .iter()
+            .find_map(|worker| Some((*worker, state.next_for(worker, &["process".into()], now_ms)?)))
+        {
+            let holder = Holder {
+                worker_id: worker,
+                incarnation: "x",
+                boot_id: "boot",
+            };
+            now_ms += 1;
+            for event in decide::grant(&state, key, holder, now_ms) {
+                state.apply(&event).unwrap();
+            }
+            keys.push(key);
+        }
+        keys.sort();
+        keys
+    };
+    assert_eq!(waiting(restored), waiting(replayed), "the same trials wait");
+}
+
 /// A replay of the log is the state; so is a replay of any prefix, and it can go on from there.
 fn check_prefixes(log: &[Event], end: &State) {
     let mut replayed = State::default();
-    for event in log {
+    // A snapshot of any prefix, and the rest of the log behind it, is the state as well.
+    let mut from_snapshot = State::default();
+    for (index, event) in log.iter().enumerate() {
         replayed.apply(event).unwrap();
+        from_snapshot.apply(event).unwrap();
+        if index % 17 == 0 {
+            let saved = replayed.save().encode_to_vec();
+            assert_eq!(from_snapshot.save().encode_to_vec(), saved, "snapshot and replay agree");
+            from_snapshot = State::restore(&log::StateSnapshot::decode(saved.as_slice()).unwrap()).unwrap();
+            assert_eq!(describe(&from_snapshot), describe(&replayed), "a snapshot keeps everything");
+            check_waiting(&from_snapshot, &replayed);
+        }
         let missing = decide::catch_up(&replayed, replayed.last_ms());
         if missing.is_empty() {
             check_state(&replayed);
@@ -359,6 +396,7 @@ fn check_prefixes(log: &[Event], end: &State) {
         check_state(&recovered);
     }
     assert_eq!(describe(&replayed), describe(end), "replay and life agree");
+    assert_eq!(from_snapshot.save(), end.save(), "a snapshot and its tail agree with life");
 }
 
 fn run(seed: u64) {

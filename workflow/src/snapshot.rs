@@ -1,0 +1,356 @@
+//! The whole state as one message, and back. Only facts are written: what follows from them (queues, look-up tables) is made anew.
+
+use std::collections::{BTreeSet, HashMap};
+
+use evalgrid_domain::ids::OrgId;
+use evalgrid_proto::{
+    log::v1::{self as log, saved_trial},
+    v1,
+};
+
+use crate::{
+    apply::{ApplyError, batch_id, illegal, organization_id, trial_key, trial_ref},
+    state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, Sandbox, State, Trial, TrialKey},
+};
+
+impl State {
+    /// Everything, for a snapshot.
+    pub fn save(&self) -> log::StateSnapshot {
+        let hashes: HashMap<_, _> = self.keys_by_hash.iter().map(|(hash, id)| (*id, *hash)).collect();
+        let mut batches: Vec<_> = self.batches.values().collect();
+        // In the order of their ids: the same state is the same bytes.
+        batches.sort_unstable_by_key(|batch| batch.id);
+        log::StateSnapshot {
+            last_ms: self.last_ms,
+            last_token: self.last_token,
+            organizations: self.organizations.values().map(save_organization).collect(),
+            keys: self
+                .keys
+                .values()
+                .map(|key| save_key(key, hashes.get(&key.id).copied().unwrap_or_default()))
+                .collect(),
+            batches: batches.into_iter().map(|batch| self.save_batch(batch)).collect(),
+            leases: self.leases().map(|(token, lease)| save_lease(token, lease)).collect(),
+            sandboxes: self.custody().map(|(name, sandbox)| save_sandbox(name, sandbox)).collect(),
+            archive: None,
+            last_ticket: self.queue.last_ticket(),
+        }
+    }
+
+    /// The state that was saved.
+    pub fn restore(saved: &log::StateSnapshot) -> Result<State, ApplyError> {
+        let mut state = State {
+            last_ms: saved.last_ms,
+            last_token: saved.last_token,
+            ..State::default()
+        };
+        for organization in &saved.organizations {
+            state.restore_organization(organization)?;
+        }
+        for key in &saved.keys {
+            let Some(created) = &key.created else { return illegal("a key of nothing") };
+            state.key_created(created, key.created_ms)?;
+            if let Some(at_ms) = key.revoked_ms {
+                state.key_revoked(
+                    &log::KeyRevoked {
+                        key_id: created.key_id.clone(),
+                    },
+                    at_ms,
+                )?;
+            }
+        }
+        for sandbox in &saved.sandboxes {
+            let restored = Sandbox {
+                trial: trial_key(sandbox.trial.as_ref())?,
+                worker_id: sandbox.worker_id.clone(),
+                boot_id: sandbox.boot_id.clone(),
+            };
+            state.custody.insert(sandbox.name.clone(), restored);
+        }
+        for batch in &saved.batches {
+            state.restore_batch(batch)?;
+        }
+        for lease in &saved.leases {
+            let trial = trial_key(lease.trial.as_ref())?;
+            if !matches!(state.trial(trial), Some(Trial { phase: Phase::Leased { token }, .. }) if *token == lease.token) {
+                return illegal("a lease on a trial that is not leased");
+            }
+            let restored = Lease {
+                trial,
+                worker_id: lease.worker_id.clone(),
+                incarnation: lease.incarnation.clone(),
+            };
+            state.leases.insert(lease.token, restored);
+        }
+        state.queue.use_tickets_after(saved.last_ticket);
+        state.requeue_all();
+        Ok(state)
+    }
+
+    fn save_batch(&self, batch: &Batch) -> log::SavedBatch {
+        let start = batch
+            .idempotency_key
+            .as_ref()
+            .and_then(|key| self.organizations.get(&batch.organization)?.idempotency.get(key));
+        let (ended, ended_ms, manifest) = match &batch.phase {
+            BatchPhase::Running => (None, 0, None),
+            BatchPhase::Ended {
+                status,
+                failure,
+                at_ms,
+                manifest,
+            } => {
+                let ended = log::BatchEnded {
+                    batch: batch.id.0.to_vec().into(),
+                    status: (*status).into(),
+                    failure: failure.clone(),
+                };
+                (Some(ended), *at_ms, manifest.clone())
+            }
+        };
+        log::SavedBatch {
+            started: Some(log::BatchStarted {
+                batch: batch.id.0.to_vec().into(),
+                organization_id: batch.organization.to_string(),
+                request: Some(batch.request.clone()),
+                request_hash: start.map(|start| start.request_hash.clone()).unwrap_or_default(),
+                idempotency_key: batch.idempotency_key.clone(),
+                suite: Some(batch.suite.clone()),
+                cases: batch.cases.clone(),
+                variants: batch.variants.clone(),
+                trials: batch.trials_per_run() as u32,
+                trigger: batch.trigger.clone(),
+                variant_ids: batch.variant_ids.clone(),
+            }),
+            started_ms: batch.started_ms,
+            runs: batch.runs.iter().map(save_run).collect(),
+            ended,
+            ended_ms,
+            manifest,
+        }
+    }
+
+    fn restore_organization(&mut self, saved: &log::SavedOrganization) -> Result<(), ApplyError> {
+        let id = organization_id(&saved.id)?;
+        let mut organization = Organization {
+            id,
+            name: saved.name.clone(),
+            slug: saved.slug.clone(),
+            running: BTreeSet::new(),
+            in_memory: BTreeSet::new(),
+            started: saved.started,
+            idempotency: HashMap::new(),
+            idempotency_expiry: BTreeSet::new(),
+        };
+        for start in &saved.starts {
+            let restored = IdempotentStart {
+                request_hash: start.request_hash.clone(),
+                batch: batch_id(&start.batch)?,
+                expires_ms: start.expires_ms,
+            };
+            organization.idempotency.insert(start.key.clone(), restored);
+            organization
+                .idempotency_expiry
+                .extend(start.expires_ms.map(|expiry| (expiry, start.key.clone())));
+        }
+        self.slugs.insert(saved.slug.clone(), id);
+        match self.organizations.insert(id, organization) {
+            None => Ok(()),
+            Some(_) => illegal("an organization is saved twice"),
+        }
+    }
+
+    fn restore_batch(&mut self, saved: &log::SavedBatch) -> Result<(), ApplyError> {
+        let Some(started) = &saved.started else {
+            return illegal("a batch of nothing");
+        };
+        let (Some(request), Some(suite)) = (started.request.clone(), started.suite.clone()) else {
+            return illegal("a batch without a request or a suite");
+        };
+        let id = batch_id(&started.batch)?;
+        let organization_id = organization_id(&started.organization_id)?;
+        let Some(organization) = self.organizations.get_mut(&organization_id) else {
+            return illegal("a batch of no organization");
+        };
+        organization.in_memory.insert(id);
+        let phase = match &saved.ended {
+            None => {
+                organization.running.insert(id);
+                BatchPhase::Running
+            }
+            Some(ended) => BatchPhase::Ended {
+                status: ended.status(),
+                failure: ended.failure.clone(),
+                at_ms: saved.ended_ms,
+                manifest: saved.manifest.clone(),
+            },
+        };
+        let runs = saved.runs.iter().map(restore_run).collect::<Result<Vec<_>, _>>()?;
+        let trials = runs.iter().flat_map(|run| &run.trials);
+        let unsettled = trials.filter(|trial| !matches!(trial.phase, Phase::Settled(_))).count();
+        if runs.len() != started.cases.len() * started.variants.len() || runs.iter().any(|run| run.trials.len() != started.trials as usize)
+        {
+            return illegal("a batch of an impossible size");
+        }
+        let batch = Batch {
+            id,
+            organization: organization_id,
+            request,
+            suite,
+            cases: started.cases.clone(),
+            variants: started.variants.clone(),
+            variant_ids: started.variant_ids.clone(),
+            trigger: started.trigger.clone(),
+            idempotency_key: started.idempotency_key.clone(),
+            started_ms: saved.started_ms,
+            runs,
+            unsettled: unsettled as u32,
+            phase,
+        };
+        match self.batches.insert(id, batch) {
+            None => Ok(()),
+            Some(_) => illegal("a batch is saved twice"),
+        }
+    }
+
+    /// Those who wait, in their old order.
+    fn requeue_all(&mut self) {
+        let Self {
+            batches, queue, custody, ..
+        } = self;
+        let mut waiting: Vec<(u64, u64, TrialKey, OrgId, String, Option<String>)> = Vec::new();
+        for batch in batches.values() {
+            for (key, trial) in batch.trials() {
+                if let Phase::Queued { not_before_ms, ticket, .. } = trial.phase {
+                    let (_, variant) = batch.coordinates(key.run);
+                    let adopter = trial.sandbox.as_ref().and_then(|name| Some(custody.get(name)?.worker_id.clone()));
+                    let provider = batch.variants[variant].provider.clone();
+                    waiting.push((ticket, not_before_ms, key, batch.organization, provider, adopter));
+                }
+            }
+        }
+        waiting.sort_unstable_by_key(|entry| entry.0);
+        for (old_ticket, not_before_ms, key, organization, provider, adopter) in waiting {
+            match adopter {
+                Some(worker_id) => queue.push_adoptable(key, old_ticket, &worker_id),
+                // What no longer waits is noticed by the first who looks.
+                None => queue.push_fresh(key, old_ticket, &provider, organization, not_before_ms, self.last_ms),
+            }
+        }
+    }
+}
+
+fn save_organization(organization: &Organization) -> log::SavedOrganization {
+    let mut starts: Vec<_> = organization
+        .idempotency
+        .iter()
+        .map(|(key, start)| log::SavedStart {
+            key: key.clone(),
+            request_hash: start.request_hash.clone(),
+            batch: start.batch.0.to_vec().into(),
+            expires_ms: start.expires_ms,
+        })
+        .collect();
+    starts.sort_unstable_by(|one, other| one.key.cmp(&other.key));
+    log::SavedOrganization {
+        id: organization.id.to_string(),
+        name: organization.name.clone(),
+        slug: organization.slug.clone(),
+        started: organization.started,
+        starts,
+    }
+}
+
+fn save_key(key: &Key, hash: [u8; 32]) -> log::SavedKey {
+    log::SavedKey {
+        created: Some(log::KeyCreated {
+            key_id: key.id.to_string(),
+            organization_id: key.organization.to_string(),
+            name: key.name.clone(),
+            start: key.start.clone(),
+            hash: hash.to_vec().into(),
+            permissions: key.permissions.clone(),
+        }),
+        created_ms: key.created_ms,
+        revoked_ms: key.revoked_ms,
+    }
+}
+
+fn save_lease(token: u64, lease: &Lease) -> log::SavedLease {
+    log::SavedLease {
+        token,
+        trial: trial_ref(lease.trial),
+        worker_id: lease.worker_id.clone(),
+        incarnation: lease.incarnation.clone(),
+    }
+}
+
+fn save_sandbox(name: &str, sandbox: &Sandbox) -> log::SavedSandbox {
+    log::SavedSandbox {
+        name: name.to_owned(),
+        trial: trial_ref(sandbox.trial),
+        worker_id: sandbox.worker_id.clone(),
+        boot_id: sandbox.boot_id.clone(),
+    }
+}
+
+fn save_run(run: &Run) -> log::SavedRun {
+    log::SavedRun {
+        trials: run.trials.iter().map(save_trial).collect(),
+        finished_ms: run.finished_ms,
+    }
+}
+
+fn save_trial(trial: &Trial) -> log::SavedTrial {
+    let phase = match &trial.phase {
+        Phase::Queued {
+            since_ms,
+            not_before_ms,
+            ticket,
+        } => saved_trial::Phase::Queued(saved_trial::Queued {
+            since_ms: *since_ms,
+            not_before_ms: *not_before_ms,
+            ticket: *ticket,
+        }),
+        Phase::Leased { token } => saved_trial::Phase::Leased(*token),
+        Phase::Settled(outcome) => saved_trial::Phase::Settled(v1::TrialOutcome::clone(outcome)),
+    };
+    log::SavedTrial {
+        phase: Some(phase),
+        attempts: trial.attempts,
+        idle_leases: trial.idle_leases,
+        lost: trial.lost.clone(),
+        progress_ms: trial.progress_ms,
+        sandbox: trial.sandbox.clone(),
+        steps: trial.steps.clone(),
+    }
+}
+
+fn restore_run(saved: &log::SavedRun) -> Result<Run, ApplyError> {
+    Ok(Run {
+        trials: saved.trials.iter().map(restore_trial).collect::<Result<_, _>>()?,
+        finished_ms: saved.finished_ms,
+    })
+}
+
+fn restore_trial(saved: &log::SavedTrial) -> Result<Trial, ApplyError> {
+    let phase = match &saved.phase {
+        Some(saved_trial::Phase::Queued(queued)) => Phase::Queued {
+            since_ms: queued.since_ms,
+            not_before_ms: queued.not_before_ms,
+            ticket: queued.ticket,
+        },
+        Some(saved_trial::Phase::Leased(token)) => Phase::Leased { token: *token },
+        Some(saved_trial::Phase::Settled(outcome)) => Phase::Settled(Box::new(outcome.clone())),
+        None => return illegal("a trial in no phase"),
+    };
+    Ok(Trial {
+        phase,
+        attempts: saved.attempts,
+        idle_leases: saved.idle_leases,
+        lost: saved.lost.clone(),
+        progress_ms: saved.progress_ms,
+        sandbox: saved.sandbox.clone(),
+        steps: saved.steps.clone(),
+    })
+}
