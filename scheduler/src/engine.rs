@@ -37,17 +37,25 @@ const MAX_UNCOMMITTED_RECORDS: u64 = 4 * MAX_GROUP_RECORDS as u64;
 pub struct Stopping;
 
 /// The right to act as the one scheduler of a cell. It can end by itself at any moment.
+#[async_trait::async_trait]
 pub trait Tenure: Send + Sync {
     /// Whether it certainly still holds.
     fn holds(&self) -> bool;
+    /// Returns once it no longer does.
+    async fn lost(&self);
 }
 
 /// The right that comes with the lock on a folder: the kernel takes it back when the process ends, never before.
 pub struct LockHeld;
 
+#[async_trait::async_trait]
 impl Tenure for LockHeld {
     fn holds(&self) -> bool {
         true
+    }
+
+    async fn lost(&self) {
+        std::future::pending().await
     }
 }
 

@@ -12,18 +12,32 @@ pub mod clock;
 mod dispatch;
 mod engine;
 mod folder;
+mod gate;
 mod read;
 mod recovery;
+mod replica;
 mod sessions;
+mod snapshot;
+mod term;
 mod timers;
 mod workers;
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc, thread, time::Duration};
+/// The scheduler's loop without threads, clocks and wires, for the simulator: the very code that serves.
+pub mod heart {
+    pub use crate::{
+        dispatch::{Variables, dispatch},
+        engine::Core,
+        replica::{FetchPart, Replica},
+        sessions::{MAX_OUTBOUND, Outbound},
+        snapshot::save,
+        timers::tick,
+        workers::{greet, hear},
+    };
+}
 
-use evalgrid_proto::v1::{
-    admin_server::AdminServer, auth_server::AuthServer, batches_server::BatchesServer, workers_server::WorkersServer,
-};
-use evalgrid_store::{Objects, StoredObjects};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+
+use evalgrid_store::{Index, Objects, StoredObjects};
 use tokio::{net::TcpListener, sync::watch};
 use tonic::transport::{Server, server::TcpIncoming};
 
@@ -31,20 +45,19 @@ pub use folder::FolderError;
 pub use recovery::{OpenError, RebuildError, RecoverySummary, rebuild_index};
 
 use crate::{
-    admin::AdminService, auth::SharedToken, clients::ClientsService, clock::Machine, engine::Engine, folder::Folder, read::Reader,
-    workers::WorkersService,
+    clock::Machine,
+    engine::{LockHeld, OnLogFailure},
+    folder::Folder,
+    gate::Gate,
+    term::{Ended, Ground, LAST_COMMIT_DEADLINE, Term},
 };
 
-/// Batches may bring 64 MiB, and the envelope around them.
-const MAX_CLIENT_MESSAGE_BYTES: usize = 64 * 1024 * 1024 + 64 * 1024;
-/// A report holds 256 KiB of steps, or results with their inline evidence.
-const MAX_WORKER_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
 /// After this long of silence the other side is asked whether it still lives.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long open calls may take to end at shutdown before they are cut.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
-/// How long the last commit group may take at shutdown.
-const LAST_COMMIT_DEADLINE: Duration = Duration::from_secs(10);
+/// A snapshot per this many bytes of log: what a start has to read at most, beside the snapshot, and a second's work at full load.
+pub const SNAPSHOT_BYTES: u64 = 64 * 1024 * 1024;
 
 /// How a scheduler is set up.
 #[derive(Clone, Debug)]
@@ -59,6 +72,8 @@ pub struct SchedulerOptions {
     pub affinity_grace: Duration,
     /// Values of variables that profiles may name.
     pub environment: BTreeMap<String, String>,
+    /// A snapshot is taken whenever this many bytes of log have gathered; [`SNAPSHOT_BYTES`] unless there is a reason.
+    pub snapshot_bytes: u64,
 }
 
 /// Serving has failed.
@@ -80,9 +95,7 @@ pub struct Scheduler {
     options: SchedulerOptions,
     support: evalgrid_domain::request::Support,
     folder: Folder,
-    engine: Engine,
-    committer: thread::JoinHandle<()>,
-    reader: Reader,
+    term: Term,
     recovery: RecoverySummary,
     first_key: Option<String>,
 }
@@ -93,33 +106,28 @@ impl Scheduler {
         let support = recovery::support(&options.sandbox_map)?;
         let world = Machine::shared();
         let folder = Folder::open(&options.data, world.as_ref())?;
+        let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&folder.path().join("objects"))?);
+        let fetch = snapshot::fetch_parts(objects.clone(), tokio::runtime::Handle::current());
         let data = folder.path().to_owned();
-        let recovered = tokio::task::spawn_blocking(move || recovery::recover(&data))
+        let recovered = tokio::task::spawn_blocking(move || recovery::recover(&data, &fetch))
             .await
             .map_err(|_| OpenError::Stopped)??;
-        let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&folder.path().join("objects"))?);
-        let (engine, committer) = Engine::start(recovered.core, recovered.log, world).map_err(OpenError::Thread)?;
-        let reader = Reader {
-            engine: engine.clone(),
-            index: recovered.index,
-            objects,
+        let ground = Ground {
+            core: recovered.core,
+            log: Box::new(recovered.log),
+            tenure: Arc::new(LockHeld),
+            on_failure: OnLogFailure::EndProcess,
         };
-        let mut scheduler = Scheduler {
+        let index: Arc<dyn Index> = recovered.index;
+        let (term, first_key) = Term::begin(ground, index, objects, &folder, world).await?;
+        Ok(Scheduler {
             options,
             support,
             folder,
-            engine,
-            committer,
-            reader,
+            term,
             recovery: recovered.summary,
-            first_key: None,
-        };
-        scheduler.engine.turn(|core| {
-            let events = evalgrid_workflow::decide::catch_up(&core.state, core.now_ms());
-            core.commit_all(events);
-        });
-        scheduler.first_start().await?;
-        Ok(scheduler)
+            first_key,
+        })
     }
 
     /// The secret of the first key, on the very first start only.
@@ -132,95 +140,48 @@ impl Scheduler {
         &self.recovery
     }
 
-    async fn first_start(&mut self) -> Result<(), OpenError> {
-        let (organizations, _) = self.engine.turn(|core| core.state.organization_count());
-        if organizations > 0 {
-            return Ok(());
-        }
-        // The file first: a crash in between leaves a key that opens nothing and is replaced, never an organization without a key.
-        let secret = admin::new_secret(self.engine.world());
-        self.folder.write_secret(folder::API_KEY, &secret)?;
-        let created = admin::create_key(&self.engine, "default", "first key", Vec::new(), &secret).await;
-        created.map_err(|status| OpenError::FirstKey(status.message().to_owned()))?;
-        self.first_key = Some(secret);
-        Ok(())
-    }
-
     /// Serves gRPC until `shutdown` says so; then everything acknowledged is durable.
     pub async fn serve(self, listener: TcpListener, shutdown: watch::Receiver<bool>) -> Result<(), ServeError> {
-        let Scheduler {
-            options,
-            support,
-            folder,
-            engine,
-            committer,
-            reader,
-            ..
-        } = self;
-        let variables = Arc::new(options.environment);
-        let clients = ClientsService::new(reader.clone(), support, variables.clone(), shutdown.clone());
-        let workers = WorkersService {
-            engine: engine.clone(),
-            objects: reader.objects.clone(),
-            token: SharedToken::new(folder.worker_token()),
-            variables: variables.clone(),
-            lease: options.lease,
-            shutdown: shutdown.clone(),
-        };
-        let admin = AdminService {
-            engine: engine.clone(),
-            token: SharedToken::new(folder.admin_token()),
-        };
-        let (health, health_service) = tonic_health::server::health_reporter();
-        health.set_serving::<BatchesServer<ClientsService>>().await;
-        health.set_serving::<WorkersServer<WorkersService>>().await;
-        let reflection = tonic_reflection::server::Builder::configure()
-            .register_encoded_file_descriptor_set(evalgrid_proto::DESCRIPTORS)
-            .build_v1()?;
-
-        let archiver = tokio::spawn(archive::archive_loop(reader, shutdown.clone()));
-        let timers = tokio::spawn(timers::timer_loop(
-            engine.clone(),
-            variables,
-            options.lease,
-            options.affinity_grace,
-            shutdown.clone(),
-        ));
-        let mut stop = shutdown.clone();
-        let server = Server::builder()
-            .http2_keepalive_interval(Some(KEEP_ALIVE))
-            .http2_keepalive_timeout(Some(KEEP_ALIVE))
-            .add_service(health_service)
-            .add_service(reflection)
-            .add_service(
-                BatchesServer::new(clients.clone())
-                    .max_decoding_message_size(MAX_CLIENT_MESSAGE_BYTES)
-                    .max_encoding_message_size(MAX_CLIENT_MESSAGE_BYTES),
-            )
-            .add_service(AuthServer::new(clients))
-            .add_service(AdminServer::new(admin))
-            .add_service(WorkersServer::new(workers).max_decoding_message_size(MAX_WORKER_MESSAGE_BYTES))
-            .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), async move {
-                let _ = stop.wait_for(|stop| *stop).await;
-            });
-        // A graceful end waits for idle connections; a deadline behind it does not.
-        let mut stop = shutdown.clone();
-        let served = tokio::select! {
-            served = server => served,
-            () = async {
-                let _ = stop.wait_for(|stop| *stop).await;
-                tokio::time::sleep(DRAIN_DEADLINE).await;
-            } => Ok(()),
-        };
-        timers.abort();
-        // Whatever it does not get done is done at the next start.
-        let _ = tokio::time::timeout(DRAIN_DEADLINE, archiver).await;
-        engine.stop();
-        let ended = tokio::task::spawn_blocking(move || committer.join());
-        match tokio::time::timeout(LAST_COMMIT_DEADLINE, ended).await {
-            Ok(Ok(Ok(()))) => {}
-            _ => return Err(ServeError::LastCommit),
+        let (gate, routes) = Gate::new().await?;
+        let (drained, until_drained) = watch::channel(false);
+        let server = tokio::spawn(front(routes, listener, shutdown.clone(), drained));
+        let served = self
+            .term
+            .serve(&self.options, self.support, &self.folder, &gate, shutdown, until_drained)
+            .await;
+        match served? {
+            Ended::Stopped => {}
+            // The lock on a folder is never lost.
+            Ended::SteppedDown => return Err(ServeError::LastCommit),
         }
-        served.map_err(ServeError::from)
+        server.await.map_err(|_| ServeError::LastCommit)?
     }
+}
+
+/// The server itself, from now until `shutdown`; `drained` tells that no call is open any more, or has been for too long.
+async fn front(
+    routes: tonic::service::Routes,
+    listener: TcpListener,
+    shutdown: watch::Receiver<bool>,
+    drained: watch::Sender<bool>,
+) -> Result<(), ServeError> {
+    let mut stop = shutdown.clone();
+    let server = Server::builder()
+        .http2_keepalive_interval(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE))
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(TcpIncoming::from(listener).with_nodelay(Some(true)), async move {
+            let _ = stop.wait_for(|stop| *stop).await;
+        });
+    // A graceful end waits for idle connections; a deadline behind it does not.
+    let mut stop = shutdown;
+    let served = tokio::select! {
+        served = server => served,
+        () = async {
+            let _ = stop.wait_for(|stop| *stop).await;
+            tokio::time::sleep(DRAIN_DEADLINE).await;
+        } => Ok(()),
+    };
+    drained.send_replace(true);
+    served.map_err(ServeError::from)
 }

@@ -9,17 +9,15 @@ use std::{
 };
 
 use evalgrid_domain::request::{Sandbox, Support};
-use evalgrid_proto::log::v1::{Event, event::Kind};
-use evalgrid_store::{FileLog, Index, IndexError, Log, LogError, LogOptions, ObjectError, Opened, Recovery, Replay, SledIndex, index::Row};
-use evalgrid_workflow::{BatchPhase, State};
-use prost::Message as _;
+use evalgrid_store::{FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects};
+use evalgrid_workflow::BatchPhase;
 
-use crate::{archive, engine::Core, folder::FolderError};
-
-/// Partitions, and the directory's.
-const PARTITIONS: usize = evalgrid_domain::ids::DIRECTORY_PARTITION as usize + 1;
-/// Rows per batch while the index catches up.
-const ROWS_AT_ONCE: usize = 256;
+use crate::{
+    engine::Core,
+    folder::FolderError,
+    replica::{FetchPart, Replica},
+    snapshot,
+};
 
 /// Why a scheduler does not start.
 #[derive(Debug, thiserror::Error)]
@@ -92,93 +90,49 @@ impl fmt::Display for RecoverySummary {
     }
 }
 
-/// What a scheduler stands on.
+/// What was recovered from a folder.
 pub struct Recovered {
     pub core: Core,
-    pub log: Box<dyn Log>,
-    pub index: Arc<dyn Index>,
+    pub log: FileLog,
+    pub index: Arc<SledIndex>,
     pub summary: RecoverySummary,
 }
 
 /// Replays the log into a state, and what the index lacks into the index.
 ///
 /// An index that reflects more than there is in the log belongs to another log (an older one was put in its place): it is made anew.
-pub fn recover(data: &Path) -> Result<Recovered, OpenError> {
-    let recovered = replay(data)?;
+pub fn recover(data: &Path, fetch: &FetchPart) -> Result<Recovered, OpenError> {
+    let recovered = replay(data, fetch)?;
     if recovered.index.position()? <= recovered.summary.log.position {
         return Ok(recovered);
     }
     tracing::warn!("the index reflects more than the log holds, as after an older log was restored; it is made anew");
     drop(recovered);
-    rebuild_index(data)?;
-    replay(data)
+    move_index_aside(data).map_err(RebuildError::Move)?;
+    replay(data, fetch)
 }
 
-fn replay(data: &Path) -> Result<Recovered, OpenError> {
+fn replay(data: &Path, fetch: &FetchPart) -> Result<Recovered, OpenError> {
     let world = crate::clock::Machine::shared();
     let began = world.steady_ms();
     let (index, opened) = SledIndex::open(&data.join("index"))?;
-    let reflected = index.position()?;
-    let mut state = State::default();
-    let mut sequences = vec![0u64; PARTITIONS];
-    let mut rows: Vec<Row> = Vec::new();
-    let mut archived = Vec::new();
-    let mut position = 0;
-    let (log, recovery) = FileLog::open(&data.join("log"), LogOptions::default(), |replay| {
-        let Replay::Record(at, record) = replay else {
-            return Err("this version makes no use of snapshots".into());
-        };
-        let event = Event::decode(record.payload)?;
-        let Some(sequence) = sequences.get_mut(usize::from(record.partition)) else {
-            return Err(format!("record {at} is of partition {}, of which there is none", record.partition).into());
-        };
-        *sequence = record.sequence;
-        state.apply(&event)?;
-        position = at;
-        if let Some(Kind::BatchArchived(done)) = &event.kind {
-            if at > reflected {
-                rows.extend(archive::row(done));
-                if rows.len() >= ROWS_AT_ONCE {
-                    index.apply(at, &std::mem::take(&mut rows))?;
-                }
-            }
-            archived.extend(<[u8; 16]>::try_from(done.batch.as_ref()).map(evalgrid_domain::ids::BatchId));
-            // Forgetting as we go keeps the memory of a long log small.
-            if rows.is_empty() {
-                archived.drain(..).for_each(|id| state.forget(&id));
-            }
-        }
-        Ok(())
-    })?;
-    if !rows.is_empty() {
-        index.apply(position, &rows)?;
-    }
-    archived.iter().for_each(|id| state.forget(id));
+    let index = Arc::new(index);
+    let mut replica = Replica::new(index.clone(), fetch.clone())?;
+    let (log, recovery) = FileLog::open(&data.join("log"), LogOptions::default(), |item| replica.take(item))?;
     let index_replaced = match opened {
         Opened::Replaced { moved_to, .. } => Some(moved_to),
         Opened::Existing | Opened::Fresh => None,
     };
-    let running = state.batches().filter(|batch| batch.phase == BatchPhase::Running).count();
-    let ended = state
-        .batches()
-        .filter(|batch| batch.phase != BatchPhase::Running)
-        .map(|batch| batch.id)
-        .collect();
+    let core = replica.into_core()?;
+    let running = core.state.batches().filter(|batch| batch.phase == BatchPhase::Running).count();
     let summary = RecoverySummary {
         log: recovery,
         took: Duration::from_millis(world.steady_ms() - began),
         running_batches: running,
-        leases: state.leases().count(),
+        leases: core.state.leases().count(),
         index_replaced,
     };
-    let mut core = Core::new(state, sequences, position);
-    core.ended = ended;
-    Ok(Recovered {
-        core,
-        log: Box::new(log),
-        index: Arc::new(index),
-        summary,
-    })
+    Ok(Recovered { core, log, index, summary })
 }
 
 /// Why the index was not rebuilt.
@@ -190,33 +144,52 @@ pub enum RebuildError {
     /// The index.
     #[error(transparent)]
     Index(#[from] IndexError),
+    /// The objects, where the archive lies.
+    #[error(transparent)]
+    Objects(#[from] ObjectError),
+    /// The threads that read objects.
+    #[error("the threads that read objects could not be started: {0}")]
+    Runtime(std::io::Error),
     /// The old index could not be taken away.
     #[error("the old index could not be moved aside: {0}")]
     Move(#[from] std::io::Error),
 }
 
-/// Makes the index anew from the log; answers with the number of rows. Refuses a folder in use. The old index is kept beside it.
+/// Makes the index anew from snapshot, archive and log; answers with the number of its rows. Refuses a folder in use. The old index is kept
+/// beside it. Blocking, and not for a thread of a runtime.
 pub fn rebuild_index(data: &Path) -> Result<u64, RebuildError> {
-    let mut rows: Vec<(u64, Row)> = Vec::new();
-    // Reading with the log's lock held proves that no scheduler runs.
-    let recovery = evalgrid_store::log::offline::dump(&data.join("log"), |at, record| {
-        if let Some(Kind::BatchArchived(done)) = Event::decode(record.payload)?.kind {
-            rows.extend(archive::row(&done).map(|row| (at, row)));
-        }
-        Ok(())
-    })?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .map_err(RebuildError::Runtime)?;
+    let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&data.join("objects"))?);
+    let fetch = snapshot::fetch_parts(objects, runtime.handle().clone());
+    let new = data.join("index.new");
+    if new.exists() {
+        std::fs::remove_dir_all(&new)?;
+    }
+    let rows = {
+        let (index, _) = SledIndex::open(&new)?;
+        let index = Arc::new(index);
+        let mut replica = Replica::new(index.clone(), fetch)?;
+        // Reading with the log's lock held proves that no scheduler runs.
+        evalgrid_store::log::offline::dump(&data.join("log"), |item| replica.take(item))?;
+        replica.flush()?;
+        index.sync()?;
+        replica.rows()
+    };
+    move_index_aside(data)?;
+    std::fs::rename(&new, data.join("index"))?;
+    Ok(rows)
+}
+
+fn move_index_aside(data: &Path) -> std::io::Result<()> {
     let old = data.join("index");
-    if old.exists() {
-        std::fs::rename(&old, free_name(data))?;
+    match old.exists() {
+        true => std::fs::rename(&old, free_name(data)),
+        false => Ok(()),
     }
-    let (index, _) = SledIndex::open(&old)?;
-    for chunk in rows.chunks(ROWS_AT_ONCE) {
-        let batch: Vec<Row> = chunk.iter().map(|(_, row)| row.clone()).collect();
-        let position = chunk.last().map_or(recovery.position, |(at, _)| *at);
-        index.apply(position, &batch)?;
-    }
-    index.sync()?;
-    Ok(rows.len() as u64)
 }
 
 fn free_name(data: &Path) -> PathBuf {

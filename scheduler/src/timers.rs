@@ -7,7 +7,7 @@ use tokio::sync::watch;
 
 use crate::{
     dispatch::{Variables, dispatch},
-    engine::Engine,
+    engine::{Core, Engine},
     workers::retry_delay_ms,
 };
 
@@ -36,26 +36,30 @@ pub async fn timer_loop(
         }
         ticks += 1;
         let delay_ms = retry_delay_ms(engine.world());
-        engine.turn(|core| {
-            let now_ms = core.now_ms();
-            let holders: HashSet<String> = core.state.leases().map(|(_, lease)| lease.worker_id.clone()).collect();
-            let steady_ms = core.steady_ms();
-            for worker_id in core.sessions.overdue(holders, lease_ms, steady_ms) {
-                tracing::warn!(
-                    worker_id,
-                    "no word from the worker for a whole lease; its trials wait for its return"
-                );
-                let events = decide::expire_worker(&core.state, &worker_id, now_ms);
-                core.commit_all(events);
-            }
-            let gone = |worker_id: &str| !core.sessions.is_here(worker_id);
-            let events = decide::give_up_absent(&core.state, &gone, grace_ms, delay_ms, now_ms);
-            core.commit_all(events);
-            if ticks.is_multiple_of(TICKS_PER_ABANDON) {
-                let events = decide::abandon(&core.state, now_ms);
-                core.commit_all(events);
-            }
-            dispatch(core, &variables);
-        });
+        let abandoned = ticks.is_multiple_of(TICKS_PER_ABANDON);
+        engine.turn(|core| tick(core, lease_ms, grace_ms, delay_ms, abandoned, &variables));
     }
+}
+
+/// What has come due by now. `abandoned`: look for abandoned trials, too.
+pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, delay_ms: u64, abandoned: bool, variables: &Variables) {
+    let now_ms = core.now_ms();
+    let holders: HashSet<String> = core.state.leases().map(|(_, lease)| lease.worker_id.clone()).collect();
+    let steady_ms = core.steady_ms();
+    for worker_id in core.sessions.overdue(holders, lease_ms, steady_ms) {
+        tracing::warn!(
+            worker_id,
+            "no word from the worker for a whole lease; its trials wait for its return"
+        );
+        let events = decide::expire_worker(&core.state, &worker_id, now_ms);
+        core.commit_all(events);
+    }
+    let gone = |worker_id: &str| !core.sessions.is_here(worker_id);
+    let events = decide::give_up_absent(&core.state, &gone, grace_ms, delay_ms, now_ms);
+    core.commit_all(events);
+    if abandoned {
+        let events = decide::abandon(&core.state, now_ms);
+        core.commit_all(events);
+    }
+    dispatch(core, variables);
 }

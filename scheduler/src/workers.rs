@@ -4,7 +4,7 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 
 use evalgrid_domain::ids::OrgId;
 use evalgrid_proto::v1::{
-    self, AttemptFailure, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers,
+    self, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers,
 };
 use evalgrid_store::Objects;
 use evalgrid_workflow::decide::{self, Refusal};
@@ -143,38 +143,121 @@ fn check_hello(hello: &Hello) -> Result<(), &'static str> {
     Ok(())
 }
 
+/// A worker has come: what its greeting proves is recorded, and it is told what has changed meanwhile. Answers with the number of its
+/// connection.
+pub fn greet(core: &mut Core, hello: &Hello, outbound: mpsc::Sender<Outbound>, lease_ms: u64, variables: &Variables) -> u64 {
+    let welcome = v1::Welcome {
+        lease_ms,
+        heartbeat_ms: lease_ms / 5,
+    };
+    let now_ms = core.now_ms();
+    let steady_ms = core.steady_ms();
+    let number = core.sessions.join(hello, outbound, steady_ms);
+    let events = decide::hello_leases(&core.state, hello, now_ms);
+    core.commit_all(events);
+    let events = decide::hello_sandboxes(&core.state, hello, now_ms);
+    core.commit_all(events);
+    let position = core.position();
+    core.sessions.send(&hello.worker_id, position, Message::Welcome(welcome));
+    for token in &hello.held {
+        if core.state.lease(*token).is_none_or(|lease| lease.worker_id != hello.worker_id) {
+            core.sessions
+                .revoke(&hello.worker_id, *token, "the lease has ended".into(), position);
+        }
+    }
+    for sandbox in decide::unneeded(&core.state, hello) {
+        let destroy = v1::Destroy {
+            sandbox: sandbox.to_owned(),
+        };
+        core.sessions.send(&hello.worker_id, position, Message::Destroy(destroy));
+    }
+    dispatch(core, variables);
+    number
+}
+
+/// Takes one message of a connection. False: the connection is over. `retry_delay_ms` is for attempts that are tried again.
+pub fn hear(
+    core: &mut Core,
+    worker_id: &str,
+    number: u64,
+    message: from_worker::Message,
+    retry_delay_ms: u64,
+    variables: &Variables,
+) -> bool {
+    let steady_ms = core.steady_ms();
+    match core.sessions.current(worker_id, number) {
+        Some(session) => session.heard_ms = steady_ms,
+        None => return false,
+    }
+    match message {
+        from_worker::Message::Heartbeat(v1::Heartbeat { number }) => {
+            core.sessions
+                .send(worker_id, 0, Message::Heartbeat(v1::HeartbeatReply { number }));
+        }
+        from_worker::Message::Report(message) => report(core, worker_id, number, message, retry_delay_ms, variables),
+        from_worker::Message::Hello(_) => {
+            tracing::warn!(worker_id, "a second greeting on one stream; the connection is cut");
+            return false;
+        }
+    }
+    true
+}
+
+/// Records a group of facts. What a token without a lease reports is not recorded, and the worker is told.
+fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, retry_delay_ms: u64, variables: &Variables) {
+    let now_ms = core.now_ms();
+    let mut stale = Vec::new();
+    let mut refuse = |token: u64, refusal: Refusal| {
+        if refusal != Refusal::Stale {
+            tracing::error!(worker_id, token, "a worker's report is refused: {refusal}");
+        }
+        if !stale.contains(&token) {
+            stale.push(token);
+        }
+    };
+    for step in report.steps {
+        let token = step.token;
+        match decide::step(&core.state, worker_id, step, now_ms) {
+            Ok(event) => core.commit_all(event),
+            Err(refusal) => refuse(token, refusal),
+        }
+    }
+    for result in report.results {
+        let Some(outcome) = result.outcome else { continue };
+        match decide::result(&core.state, worker_id, result.token, outcome, now_ms) {
+            Ok(event) => core.commit_settled(event),
+            Err(refusal) => refuse(result.token, refusal),
+        }
+    }
+    for failure in report.failures {
+        tracing::info!(worker_id, token = failure.token, kind = ?failure.kind(), reason = failure.reason, "an attempt has failed");
+        match decide::attempt_failed(&core.state, worker_id, &failure, retry_delay_ms, now_ms) {
+            Ok(event) => core.commit_all(event),
+            Err(refusal) => refuse(failure.token, refusal),
+        }
+    }
+    for sandbox in report.destroyed {
+        let events = decide::destroyed(&core.state, &sandbox, worker_id, now_ms);
+        core.commit_all(events);
+    }
+    let position = core.position();
+    let ack = v1::Ack {
+        number: report.number,
+        stale,
+    };
+    core.sessions.send(worker_id, position, Message::Ack(ack));
+    if let Some(session) = core.sessions.current(worker_id, number) {
+        session.credits = session.credits.saturating_add(report.credits).min(MAX_SLOTS);
+    }
+    dispatch(core, variables);
+}
+
 impl WorkersService {
     fn welcome(&self, hello: &Hello, outbound: mpsc::Sender<Outbound>) -> u64 {
         let lease_ms = self.lease.as_millis() as u64;
-        let welcome = v1::Welcome {
-            lease_ms,
-            heartbeat_ms: lease_ms / 5,
-        };
-        let (number, _) = self.engine.turn(|core| {
-            let now_ms = core.now_ms();
-            let steady_ms = core.steady_ms();
-            let number = core.sessions.join(hello, outbound, steady_ms);
-            let events = decide::hello_leases(&core.state, hello, now_ms);
-            core.commit_all(events);
-            let events = decide::hello_sandboxes(&core.state, hello, now_ms);
-            core.commit_all(events);
-            let position = core.position();
-            core.sessions.send(&hello.worker_id, position, Message::Welcome(welcome));
-            for token in &hello.held {
-                if core.state.lease(*token).is_none_or(|lease| lease.worker_id != hello.worker_id) {
-                    core.sessions
-                        .revoke(&hello.worker_id, *token, "the lease has ended".into(), position);
-                }
-            }
-            for sandbox in decide::unneeded(&core.state, hello) {
-                let destroy = v1::Destroy {
-                    sandbox: sandbox.to_owned(),
-                };
-                core.sessions.send(&hello.worker_id, position, Message::Destroy(destroy));
-            }
-            dispatch(core, &self.variables);
-            number
-        });
+        let (number, _) = self
+            .engine
+            .turn(|core| greet(core, hello, outbound, lease_ms, &self.variables));
         tracing::info!(worker_id = hello.worker_id, slots = hello.slots, held = hello.held.len(), providers = ?hello.providers, "a worker has come");
         number
     }
@@ -193,91 +276,13 @@ impl WorkersService {
             if self.engine.admit().await.is_err() {
                 return;
             }
-            let (current, _) = self.engine.turn(|core| {
-                let steady_ms = core.steady_ms();
-                match core.sessions.current(worker_id, number) {
-                    Some(session) => session.heard_ms = steady_ms,
-                    None => return false,
-                }
-                match message {
-                    from_worker::Message::Heartbeat(v1::Heartbeat { number }) => {
-                        core.sessions.send(worker_id, 0, Message::Heartbeat(v1::HeartbeatReply { number }));
-                    }
-                    from_worker::Message::Report(report) => self.report(core, worker_id, number, report),
-                    from_worker::Message::Hello(_) => {
-                        tracing::warn!(worker_id, "a second greeting on one stream; the connection is cut");
-                        return false;
-                    }
-                }
-                true
-            });
-            if !current {
+            let delay_ms = retry_delay_ms(self.engine.world());
+            let (goes_on, _) = self
+                .engine
+                .turn(|core| hear(core, worker_id, number, message, delay_ms, &self.variables));
+            if !goes_on {
                 return;
             }
-        }
-    }
-
-    /// Records a group of facts. What a token without a lease reports is not recorded, and the worker is told.
-    fn report(&self, core: &mut Core, worker_id: &str, number: u64, report: Report) {
-        let now_ms = core.now_ms();
-        let mut stale = Vec::new();
-        let mut refuse = |token: u64, refusal: Refusal| {
-            if refusal != Refusal::Stale {
-                tracing::error!(worker_id, token, "a worker's report is refused: {refusal}");
-            }
-            if !stale.contains(&token) {
-                stale.push(token);
-            }
-        };
-        for step in report.steps {
-            let token = step.token;
-            match decide::step(&core.state, worker_id, step, now_ms) {
-                Ok(event) => core.commit_all(event),
-                Err(refusal) => refuse(token, refusal),
-            }
-        }
-        for result in report.results {
-            let Some(outcome) = result.outcome else { continue };
-            match decide::result(&core.state, worker_id, result.token, outcome, now_ms) {
-                Ok(event) => core.commit_settled(event),
-                Err(refusal) => refuse(result.token, refusal),
-            }
-        }
-        for failure in report.failures {
-            self.attempt_failed(core, worker_id, &failure, now_ms, &mut refuse);
-        }
-        for sandbox in report.destroyed {
-            let events = decide::destroyed(&core.state, &sandbox, worker_id, now_ms);
-            core.commit_all(events);
-        }
-        let position = core.position();
-        core.sessions.send(
-            worker_id,
-            position,
-            Message::Ack(v1::Ack {
-                number: report.number,
-                stale,
-            }),
-        );
-        if let Some(session) = core.sessions.current(worker_id, number) {
-            session.credits = session.credits.saturating_add(report.credits).min(MAX_SLOTS);
-        }
-        dispatch(core, &self.variables);
-    }
-
-    fn attempt_failed(
-        &self,
-        core: &mut Core,
-        worker_id: &str,
-        failure: &AttemptFailure,
-        now_ms: u64,
-        refuse: &mut impl FnMut(u64, Refusal),
-    ) {
-        let delay_ms = retry_delay_ms(self.engine.world());
-        tracing::info!(worker_id, token = failure.token, kind = ?failure.kind(), reason = failure.reason, "an attempt has failed");
-        match decide::attempt_failed(&core.state, worker_id, failure, delay_ms, now_ms) {
-            Ok(event) => core.commit_all(event),
-            Err(refusal) => refuse(failure.token, refusal),
         }
     }
 }

@@ -32,7 +32,9 @@ impl State {
             batches: batches.into_iter().map(|batch| self.save_batch(batch)).collect(),
             leases: self.leases().map(|(token, lease)| save_lease(token, lease)).collect(),
             sandboxes: self.custody().map(|(name, sandbox)| save_sandbox(name, sandbox)).collect(),
+            // The owner's: it knows what has left memory.
             archive: None,
+            archived: Vec::new(),
             last_ticket: self.queue.last_ticket(),
         }
     }

@@ -1,0 +1,202 @@
+//! One term: from the moment this scheduler is the active one of its cell until it stops or steps down.
+
+use std::{sync::Arc, thread, time::Duration};
+
+use evalgrid_proto::v1::{
+    admin_server::AdminServer, auth_server::AuthServer, batches_server::BatchesServer, workers_server::WorkersServer,
+};
+use evalgrid_store::{Index, Log, Objects};
+use evalgrid_workflow::decide;
+use tokio::{sync::watch, task::JoinHandle};
+use tonic::service::Routes;
+
+use crate::{
+    DRAIN_DEADLINE, OpenError, SchedulerOptions, ServeError, admin,
+    admin::AdminService,
+    archive,
+    auth::SharedToken,
+    clients::ClientsService,
+    clock::World,
+    engine::{Core, Engine, OnLogFailure, Tenure},
+    folder::{self, Folder},
+    gate::Gate,
+    read::Reader,
+    snapshot, timers,
+    workers::WorkersService,
+};
+
+/// Batches may bring 64 MiB, and the envelope around them.
+const MAX_CLIENT_MESSAGE_BYTES: usize = 64 * 1024 * 1024 + 64 * 1024;
+/// A report holds 256 KiB of steps, or results with their inline evidence.
+const MAX_WORKER_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+/// How long the last commit group may take at shutdown.
+pub(crate) const LAST_COMMIT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// What a term stands on.
+pub struct Ground {
+    /// What was recovered.
+    pub core: Core,
+    /// Where it goes on.
+    pub log: Box<dyn Log>,
+    /// The right to.
+    pub tenure: Arc<dyn Tenure>,
+    /// What the end of the log means.
+    pub on_failure: OnLogFailure,
+}
+
+/// A scheduler that is the active one.
+pub struct Term {
+    engine: Engine,
+    committer: thread::JoinHandle<()>,
+    reader: Reader,
+    tenure: Arc<dyn Tenure>,
+}
+
+/// How a term ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// The process was asked to stop; everything acknowledged is durable.
+    Stopped,
+    /// Somebody else may be the active one now.
+    SteppedDown,
+}
+
+impl Term {
+    /// Takes office: what should have followed from the last records follows now. On the very first start of a cell it creates the
+    /// organization `default` and its key, and answers with the key's secret.
+    pub async fn begin(
+        ground: Ground,
+        index: Arc<dyn Index>,
+        objects: Arc<dyn Objects>,
+        folder: &Folder,
+        world: Arc<dyn World>,
+    ) -> Result<(Term, Option<String>), OpenError> {
+        let tenure = ground.tenure.clone();
+        let started = Engine::start(ground.core, ground.log, ground.tenure, ground.on_failure, world);
+        let (engine, committer) = started.map_err(OpenError::Thread)?;
+        let reader = Reader {
+            engine: engine.clone(),
+            index,
+            objects,
+        };
+        engine.turn(|core| {
+            let events = decide::catch_up(&core.state, core.now_ms());
+            core.commit_all(events);
+        });
+        let first_key = first_start(&engine, folder).await?;
+        let term = Term {
+            engine,
+            committer,
+            reader,
+            tenure,
+        };
+        Ok((term, first_key))
+    }
+
+    /// Serves through the gate until `shutdown`, and then until `drained`; or until this scheduler steps down.
+    pub async fn serve(
+        self,
+        options: &SchedulerOptions,
+        support: evalgrid_domain::request::Support,
+        folder: &Folder,
+        gate: &Gate,
+        shutdown: watch::Receiver<bool>,
+        drained: watch::Receiver<bool>,
+    ) -> Result<Ended, ServeError> {
+        let Term {
+            engine,
+            committer,
+            reader,
+            tenure,
+        } = self;
+        let (stop, stopping) = watch::channel(false);
+        let variables = Arc::new(options.environment.clone());
+        gate.open(routes(options, support, folder, &reader, variables.clone(), stopping.clone()))
+            .await;
+        let archiver = tokio::spawn(archive::archive_loop(reader.clone(), stopping.clone()));
+        let snapshots = tokio::spawn(snapshot::snapshot_loop(reader, options.snapshot_bytes, stopping.clone()));
+        let timers = tokio::spawn(timers::timer_loop(
+            engine.clone(),
+            variables,
+            options.lease,
+            options.affinity_grace,
+            stopping,
+        ));
+        let ended = self::ended(&engine, tenure.as_ref(), shutdown).await;
+        stop.send_replace(true);
+        match ended {
+            // Open calls may still be answered.
+            Ended::Stopped => until(drained).await,
+            Ended::SteppedDown => gate.close(None).await,
+        }
+        timers.abort();
+        // Whatever they do not get done is done at the next start.
+        let _ = tokio::time::timeout(DRAIN_DEADLINE, async { tokio::join!(archiver, snapshots) }).await;
+        engine.stop();
+        let ended_committer: JoinHandle<_> = tokio::task::spawn_blocking(move || committer.join());
+        match tokio::time::timeout(LAST_COMMIT_DEADLINE, ended_committer).await {
+            Ok(Ok(Ok(()))) => Ok(ended),
+            _ => Err(ServeError::LastCommit),
+        }
+    }
+}
+
+/// Waits until it is over, and says how.
+async fn ended(engine: &Engine, tenure: &dyn Tenure, mut shutdown: watch::Receiver<bool>) -> Ended {
+    let mut progress = engine.watch();
+    let over = async {
+        let _ = progress.wait_for(|progress| progress.over).await;
+    };
+    tokio::select! {
+        _ = shutdown.wait_for(|stop| *stop) => Ended::Stopped,
+        () = over => Ended::SteppedDown,
+        () = tenure.lost() => Ended::SteppedDown,
+    }
+}
+
+async fn until(mut drained: watch::Receiver<bool>) {
+    let _ = drained.wait_for(|done| *done).await;
+}
+
+fn routes(
+    options: &SchedulerOptions,
+    support: evalgrid_domain::request::Support,
+    folder: &Folder,
+    reader: &Reader,
+    variables: Arc<crate::dispatch::Variables>,
+    stopping: watch::Receiver<bool>,
+) -> Routes {
+    let clients = ClientsService::new(reader.clone(), support, variables.clone(), stopping.clone());
+    let workers = WorkersService {
+        engine: reader.engine.clone(),
+        objects: reader.objects.clone(),
+        token: SharedToken::new(folder.worker_token()),
+        variables,
+        lease: options.lease,
+        shutdown: stopping,
+    };
+    let admin = AdminService {
+        engine: reader.engine.clone(),
+        token: SharedToken::new(folder.admin_token()),
+    };
+    let batches = BatchesServer::new(clients.clone())
+        .max_decoding_message_size(MAX_CLIENT_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_CLIENT_MESSAGE_BYTES);
+    Routes::new(batches)
+        .add_service(AuthServer::new(clients))
+        .add_service(AdminServer::new(admin))
+        .add_service(WorkersServer::new(workers).max_decoding_message_size(MAX_WORKER_MESSAGE_BYTES))
+}
+
+async fn first_start(engine: &Engine, folder: &Folder) -> Result<Option<String>, OpenError> {
+    let (organizations, _) = engine.turn(|core| core.state.organization_count());
+    if organizations > 0 {
+        return Ok(None);
+    }
+    // The file first: a crash in between leaves a key that opens nothing and is replaced, never an organization without a key.
+    let secret = admin::new_secret(engine.world());
+    folder.write_secret(folder::API_KEY, &secret)?;
+    let created = admin::create_key(engine, "default", "first key", Vec::new(), &secret).await;
+    created.map_err(|status| OpenError::FirstKey(status.message().to_owned()))?;
+    Ok(Some(secret))
+}
