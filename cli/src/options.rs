@@ -105,6 +105,9 @@ pub(crate) struct SchedulerFlags {
     /// How long an interrupted trial waits for the machine that still has its sandbox. Example: --affinity-grace 5m
     #[arg(long, value_name = "DURATION", default_value = "1m", value_parser = duration)]
     pub(crate) affinity_grace: Duration,
+    /// How much log may gather before the state is written down as a snapshot and the log is cut behind it. Example: --snapshot-every 16MiB
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = size)]
+    pub(crate) snapshot_every: u64,
     /// Sandbox names of requests and what runs them here; by default e2b runs on this machine. Example: --sandbox-map e2b=bubblewrap,daytona=bubblewrap
     #[arg(long, value_name = "NAME=PROVIDER", value_delimiter = ',', value_parser = mapping)]
     pub(crate) sandbox_map: Vec<(String, String)>,
@@ -119,6 +122,7 @@ impl SchedulerFlags {
         SchedulerFlags {
             lease: Duration::from_secs(15),
             affinity_grace: Duration::from_secs(60),
+            snapshot_every: evalgrid_scheduler::SNAPSHOT_BYTES,
             sandbox_map: Vec::new(),
             variables: Vec::new(),
         }
@@ -357,6 +361,8 @@ pub(crate) enum Index {
 
 /// The longest duration that a flag takes: a day. Longer ones are typing errors.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
+/// A snapshot costs as much as the state is big: more often than this it would be made all the time, and more rarely a start takes minutes.
+const SNAPSHOT_EVERY: std::ops::RangeInclusive<u64> = 64 << 10..=16 << 30;
 
 /// `500ms`, `15s`, `2m`, `1h`.
 fn duration(text: &str) -> Result<Duration, String> {
@@ -376,6 +382,28 @@ fn duration(text: &str) -> Result<Duration, String> {
         return Err("expected more than zero and at most 24h".to_owned());
     }
     Ok(duration)
+}
+
+/// In bytes.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let scale: Option<u64> = match unit {
+        "KiB" => Some(1 << 10),
+        "MiB" => Some(1 << 20),
+        "GiB" => Some(1 << 30),
+        _ => None,
+    };
+    let size = number
+        .parse::<u64>()
+        .ok()
+        .zip(scale)
+        .and_then(|(number, scale)| number.checked_mul(scale));
+    let size = size.ok_or("expected a number with KiB, MiB or GiB, such as 64MiB")?;
+    if !SNAPSHOT_EVERY.contains(&size) {
+        return Err("expected at least 64KiB and at most 16GiB".to_owned());
+    }
+    Ok(size)
 }
 
 /// From 0 to 1.
@@ -413,6 +441,20 @@ mod tests {
             "18446744073709551615h",
         ] {
             assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in [
+            ("64KiB", Some(65_536)),
+            ("64MiB", Some(67_108_864)),
+            ("16GiB", Some(17_179_869_184)),
+        ] {
+            assert_eq!(size(text).ok(), bytes, "{text}");
+        }
+        for text in ["", "64", "MiB", "64MB", "-1MiB", "63KiB", "17GiB", "1.5MiB", "99999999999999GiB"] {
+            assert!(size(text).is_err(), "{text}");
         }
     }
 

@@ -255,6 +255,7 @@ async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) 
         sandbox_map: sandbox_map(&flags.sandbox_map, providers),
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
+        snapshot_bytes: flags.snapshot_every,
     };
     let scheduler = Scheduler::open(options).await.map_err(|error| match error {
         OpenError::Log(LogError::InUse { .. }) | OpenError::Index(IndexError::InUse { .. }) => Failure::new(

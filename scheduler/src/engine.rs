@@ -432,7 +432,9 @@ fn commit_loop(shared: &Shared, log: &mut dyn Log) {
         };
         let done = log.append(&group).and_then(|()| match shared.cut.swap(0, Ordering::Relaxed) {
             0 => Ok(()),
-            position => log.cut(position).map(|first| tracing::info!(first, "the log was cut behind its snapshot")),
+            position => log
+                .cut(position)
+                .map(|first| tracing::info!(first, "the log was cut behind its snapshot")),
         });
         if let Err(error) = done {
             let text = format!("the log could not be written: {error}");

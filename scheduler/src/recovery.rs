@@ -9,7 +9,9 @@ use std::{
 };
 
 use evalgrid_domain::request::{Sandbox, Support};
-use evalgrid_store::{FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects};
+use evalgrid_store::{
+    FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects,
+};
 use evalgrid_workflow::BatchPhase;
 
 use crate::{
@@ -174,7 +176,7 @@ pub fn rebuild_index(data: &Path) -> Result<u64, RebuildError> {
         let index = Arc::new(index);
         let mut replica = Replica::new(index.clone(), fetch)?;
         // Reading with the log's lock held proves that no scheduler runs.
-        evalgrid_store::log::offline::dump(&data.join("log"), |item| replica.take(item))?;
+        evalgrid_store::log::offline::replay(&data.join("log"), |item| replica.take(item))?;
         replica.flush()?;
         index.sync()?;
         replica.rows()

@@ -129,7 +129,11 @@ pub fn fetch_parts(objects: Arc<dyn Objects>, runtime: Handle) -> FetchPart {
         let id: ObjectId = reference.sha256.parse()?;
         let get = objects.get(ARCHIVE, &id, evalgrid_store::objects::MAX_OBJECT_BYTES);
         let bytes = runtime.block_on(async { tokio::time::timeout(FETCH_DEADLINE, get).await })??;
-        let missing = || BoxError::from(format!("the archive's part {id} is missing among the objects; restore it from a backup"));
+        let missing = || {
+            BoxError::from(format!(
+                "the archive's part {id} is missing among the objects; restore it from a backup"
+            ))
+        };
         Ok(ArchivePart::decode(&bytes.ok_or_else(missing)?[..])?)
     })
 }

@@ -3,9 +3,7 @@
 use std::{pin::Pin, sync::Arc, time::Duration};
 
 use evalgrid_domain::ids::OrgId;
-use evalgrid_proto::v1::{
-    self, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers,
-};
+use evalgrid_proto::v1::{self, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers};
 use evalgrid_store::Objects;
 use evalgrid_workflow::decide::{self, Refusal};
 use futures::Stream;
@@ -191,8 +189,7 @@ pub fn hear(
     }
     match message {
         from_worker::Message::Heartbeat(v1::Heartbeat { number }) => {
-            core.sessions
-                .send(worker_id, 0, Message::Heartbeat(v1::HeartbeatReply { number }));
+            core.sessions.send(worker_id, 0, Message::Heartbeat(v1::HeartbeatReply { number }));
         }
         from_worker::Message::Report(message) => report(core, worker_id, number, message, retry_delay_ms, variables),
         from_worker::Message::Hello(_) => {
@@ -255,9 +252,7 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, retry_d
 impl WorkersService {
     fn welcome(&self, hello: &Hello, outbound: mpsc::Sender<Outbound>) -> u64 {
         let lease_ms = self.lease.as_millis() as u64;
-        let (number, _) = self
-            .engine
-            .turn(|core| greet(core, hello, outbound, lease_ms, &self.variables));
+        let (number, _) = self.engine.turn(|core| greet(core, hello, outbound, lease_ms, &self.variables));
         tracing::info!(worker_id = hello.worker_id, slots = hello.slots, held = hello.held.len(), providers = ?hello.providers, "a worker has come");
         number
     }

@@ -40,6 +40,7 @@ impl Server {
             sandbox_map,
             affinity_grace,
             environment,
+            snapshot_bytes: evalgrid_scheduler::SNAPSHOT_BYTES,
         };
         let scheduler = Scheduler::open(options).await.unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -321,8 +322,11 @@ async fn a_batch_runs_is_archived_and_is_read_back_after_a_restart() {
         .into_inner();
     assert_eq!((page.total, page.batches.len(), page.batches[0].passed), (1, 1, 4));
     server.stop().await;
-    let rows = evalgrid_scheduler::rebuild_index(folder.path()).unwrap();
-    assert_eq!(rows, 1);
+    let data = folder.path().to_owned();
+    let rebuilt = tokio::task::spawn_blocking(move || evalgrid_scheduler::rebuild_index(&data))
+        .await
+        .unwrap();
+    assert_eq!(rebuilt.unwrap(), 1);
     let server = Server::start(folder.path()).await;
     assert_eq!(
         server.client().await.get(&started.id).await,

@@ -50,7 +50,9 @@ impl State {
             state.restore_organization(organization)?;
         }
         for key in &saved.keys {
-            let Some(created) = &key.created else { return illegal("a key of nothing") };
+            let Some(created) = &key.created else {
+                return illegal("a key of nothing");
+            };
             state.key_created(created, key.created_ms)?;
             if let Some(at_ms) = key.revoked_ms {
                 state.key_revoked(
