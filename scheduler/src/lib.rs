@@ -109,7 +109,8 @@ impl Scheduler {
         let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&folder.path().join("objects"))?);
         let fetch = snapshot::fetch_parts(objects.clone(), tokio::runtime::Handle::current());
         let data = folder.path().to_owned();
-        let recovered = tokio::task::spawn_blocking(move || recovery::recover(&data, &fetch))
+        let snapshot_bytes = options.snapshot_bytes;
+        let recovered = tokio::task::spawn_blocking(move || recovery::recover(&data, snapshot_bytes, &fetch))
             .await
             .map_err(|_| OpenError::Stopped)??;
         let ground = Ground {

@@ -9,6 +9,7 @@ use std::{
 };
 
 use evalgrid_domain::request::{Sandbox, Support};
+use evalgrid_store::log::MAX_GROUP_BYTES;
 use evalgrid_store::{
     FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects,
 };
@@ -103,24 +104,24 @@ pub struct Recovered {
 /// Replays the log into a state, and what the index lacks into the index.
 ///
 /// An index that reflects more than there is in the log belongs to another log (an older one was put in its place): it is made anew.
-pub fn recover(data: &Path, fetch: &FetchPart) -> Result<Recovered, OpenError> {
-    let recovered = replay(data, fetch)?;
+pub fn recover(data: &Path, snapshot_bytes: u64, fetch: &FetchPart) -> Result<Recovered, OpenError> {
+    let recovered = replay(data, snapshot_bytes, fetch)?;
     if recovered.index.position()? <= recovered.summary.log.position {
         return Ok(recovered);
     }
     tracing::warn!("the index reflects more than the log holds, as after an older log was restored; it is made anew");
     drop(recovered);
     move_index_aside(data).map_err(RebuildError::Move)?;
-    replay(data, fetch)
+    replay(data, snapshot_bytes, fetch)
 }
 
-fn replay(data: &Path, fetch: &FetchPart) -> Result<Recovered, OpenError> {
+fn replay(data: &Path, snapshot_bytes: u64, fetch: &FetchPart) -> Result<Recovered, OpenError> {
     let world = crate::clock::Machine::shared();
     let began = world.steady_ms();
     let (index, opened) = SledIndex::open(&data.join("index"))?;
     let index = Arc::new(index);
     let mut replica = Replica::new(index.clone(), fetch.clone())?;
-    let (log, recovery) = FileLog::open(&data.join("log"), LogOptions::default(), |item| replica.take(item))?;
+    let (log, recovery) = FileLog::open(&data.join("log"), log_options(snapshot_bytes), |item| replica.take(item))?;
     let index_replaced = match opened {
         Opened::Replaced { moved_to, .. } => Some(moved_to),
         Opened::Existing | Opened::Fresh => None,
@@ -135,6 +136,13 @@ fn replay(data: &Path, fetch: &FetchPart) -> Result<Recovered, OpenError> {
         index_replaced,
     };
     Ok(Recovered { core, log, index, summary })
+}
+
+/// A segment can only go as a whole: where snapshots are more frequent, segments are smaller, down to what a few of the largest groups need.
+fn log_options(snapshot_bytes: u64) -> LogOptions {
+    let mut options = LogOptions::default();
+    options.segment_bytes = snapshot_bytes.clamp(2 * MAX_GROUP_BYTES as u64, options.segment_bytes);
+    options
 }
 
 /// Why the index was not rebuilt.
