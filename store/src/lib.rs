@@ -7,6 +7,7 @@ mod disk;
 pub mod index;
 pub mod log;
 pub mod objects;
+pub mod redis;
 
 #[cfg(test)]
 mod conformance;

@@ -6,12 +6,12 @@ mod error;
 mod file;
 #[cfg(test)]
 mod file_tests;
-mod frame;
+pub(crate) mod frame;
 mod memory;
 pub mod offline;
 mod recover;
 mod segment;
-mod snapshot;
+pub(crate) mod snapshot;
 
 use std::sync::Arc;
 
@@ -123,7 +123,7 @@ pub trait Snapshots: Send + Sync {
 
 /// The next sequence of every partition: what makes a lost or doubled record visible, when written and when read.
 #[derive(Clone, Debug, Default)]
-struct Sequences(Vec<u64>);
+pub(crate) struct Sequences(pub(crate) Vec<u64>);
 
 impl Sequences {
     /// The sequence that the next record of `partition` must have.
@@ -132,7 +132,7 @@ impl Sequences {
     }
 
     /// Takes the next record of `partition`, or says which sequence it should have had.
-    fn advance(&mut self, partition: u16, sequence: u64) -> Result<(), u64> {
+    pub(crate) fn advance(&mut self, partition: u16, sequence: u64) -> Result<(), u64> {
         let expected = self.expected(partition);
         if sequence != expected {
             return Err(expected);
@@ -142,7 +142,7 @@ impl Sequences {
     }
 
     /// Takes `sequence` for the partition's last one, whatever was before.
-    fn begin(&mut self, partition: u16, sequence: u64) {
+    pub(crate) fn begin(&mut self, partition: u16, sequence: u64) {
         let place = usize::from(partition);
         if place >= self.0.len() {
             self.0.resize(place + 1, 0);
@@ -151,7 +151,7 @@ impl Sequences {
     }
 
     /// Takes a whole group, or nothing of it.
-    fn advance_all(&mut self, records: &[Record]) -> Result<(), LogError> {
+    pub(crate) fn advance_all(&mut self, records: &[Record]) -> Result<(), LogError> {
         for (index, record) in records.iter().enumerate() {
             if let Err(expected) = self.advance(record.partition, record.sequence) {
                 for taken in records[..index].iter().rev() {

@@ -8,7 +8,14 @@ use std::{
 };
 
 /// What the tests run: real programs, from Debian's packages.
-const PROGRAMS: &[(&str, &str)] = &[("bwrap", "bubblewrap"), ("git", "git"), ("bash", "bash"), ("zsh", "zsh")];
+const PROGRAMS: &[(&str, &str)] = &[
+    ("bwrap", "bubblewrap"),
+    ("git", "git"),
+    ("bash", "bash"),
+    ("zsh", "zsh"),
+    ("redis-server", "redis-server"),
+    ("redis-sentinel", "redis-sentinel"),
+];
 
 const USAGE: &str = "\
 cargo xtask test [--long]   install what tests need, check format and lints, build, run every test

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::redis::RedisError;
+
 /// An error of the callback that takes the records when a log is read.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -86,6 +88,22 @@ pub enum LogError {
         /// The callback's error.
         source: BoxError,
     },
+    /// Another owner has the log, or its history is another than the one that was written. Nothing was written. The owner must
+    /// step down and read the log again.
+    #[error("this owner may write no more: {reason}; step down and read the log again")]
+    Fenced {
+        /// How that showed.
+        reason: String,
+    },
+    /// Nobody knows whether the group is there: no answer told before the time was up. The owner must step down and read the log again.
+    #[error("it is unknown whether the last group was written: {reason}; step down and read the log again")]
+    Unknown {
+        /// What was tried, and how it failed.
+        reason: String,
+    },
+    /// Redis could not be used. On an append, the group was not written.
+    #[error("{0}")]
+    Redis(#[source] Box<RedisError>),
     /// The file system refused something. On an append, the outcome is unknown.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {

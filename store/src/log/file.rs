@@ -32,7 +32,7 @@ impl Default for LogOptions {
 }
 
 /// Snapshots that are kept: a damaged newest one must have an older one, and the log behind that, to fall back to.
-pub(super) const KEPT_SNAPSHOTS: usize = 2;
+pub(crate) const KEPT_SNAPSHOTS: usize = 2;
 
 /// A log in a folder, open for appending.
 pub struct FileLog {

@@ -19,21 +19,21 @@ pub const MAX_GROUP_BYTES: usize = 8 * 1024 * 1024;
 pub const RECORD_OVERHEAD: usize = 21;
 
 /// Length of a group's header in bytes.
-pub(super) const HEADER_BYTES: usize = 36;
+pub(crate) const HEADER_BYTES: usize = 36;
 const MAGIC: [u8; 4] = *b"EGgr";
 const FLAG_ZSTD: u16 = 1;
 /// Evidence and step results shrink well at any level; the committer's CPU is what is short.
 const ZSTD_LEVEL: i32 = 1;
 
 /// Encodes groups into a buffer that it keeps.
-pub(super) struct Encoder {
+pub(crate) struct Encoder {
     zstd: Option<zstd::bulk::Compressor<'static>>,
     plain: Vec<u8>,
     packed: Vec<u8>,
 }
 
 impl Encoder {
-    pub(super) fn new() -> Encoder {
+    pub(crate) fn new() -> Encoder {
         // Without a compressor (no memory for one), groups are merely larger.
         Encoder {
             zstd: zstd::bulk::Compressor::new(ZSTD_LEVEL).ok(),
@@ -43,7 +43,7 @@ impl Encoder {
     }
 
     /// The frame of `records`, which the caller has checked against the limits.
-    pub(super) fn encode(&mut self, seed: u32, first_position: u64, records: &[Record]) -> &[u8] {
+    pub(crate) fn encode(&mut self, seed: u32, first_position: u64, records: &[Record]) -> &[u8] {
         self.plain.clear();
         self.plain.resize(HEADER_BYTES, 0);
         for record in records {
@@ -79,7 +79,7 @@ impl Encoder {
 }
 
 /// Encoded bytes of the records before compression, at most.
-pub(super) fn size_bound(records: &[Record]) -> usize {
+pub(crate) fn size_bound(records: &[Record]) -> usize {
     records.iter().fold(0, |sum, record| {
         sum.saturating_add(record.payload.len()).saturating_add(RECORD_OVERHEAD)
     })
@@ -103,19 +103,19 @@ fn put_varint(out: &mut Vec<u8>, mut value: u64) {
 
 /// A group's header whose checksum is right: it was written by an owner of this very segment.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Header {
-    pub(super) level: u16,
+pub(crate) struct Header {
+    pub(crate) level: u16,
     flags: u16,
-    pub(super) records: u32,
+    pub(crate) records: u32,
     plain_length: u32,
-    pub(super) body_length: u32,
-    pub(super) first_position: u64,
+    pub(crate) body_length: u32,
+    pub(crate) first_position: u64,
     body_crc: u32,
 }
 
 impl Header {
     /// The header at the start of `bytes`, if there is a whole one.
-    pub(super) fn read(seed: u32, bytes: &[u8]) -> Option<Header> {
+    pub(crate) fn read(seed: u32, bytes: &[u8]) -> Option<Header> {
         let header = bytes.first_chunk::<HEADER_BYTES>()?;
         let u16_at = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
         let u32_at = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
@@ -134,26 +134,26 @@ impl Header {
     }
 
     /// The first header in `bytes`, at any offset.
-    pub(super) fn find(seed: u32, bytes: &[u8]) -> Option<(usize, Header)> {
+    pub(crate) fn find(seed: u32, bytes: &[u8]) -> Option<(usize, Header)> {
         let starts = bytes.windows(MAGIC.len()).enumerate().filter(|(_, window)| *window == MAGIC);
         starts.into_iter().find_map(|(at, _)| Some((at, Header::read(seed, &bytes[at..])?)))
     }
 
     /// The body, if `bytes` (what follows the header) holds all of it and its checksum is right.
-    pub(super) fn body<'a>(&self, bytes: &'a [u8]) -> Option<&'a [u8]> {
+    pub(crate) fn body<'a>(&self, bytes: &'a [u8]) -> Option<&'a [u8]> {
         let body = bytes.get(..usize::try_from(self.body_length).ok()?)?;
         (crc32c::crc32c(body) == self.body_crc).then_some(body)
     }
 }
 
 /// Decodes bodies, with a buffer that it keeps.
-pub(super) struct Decoder {
+pub(crate) struct Decoder {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
     plain: Vec<u8>,
 }
 
 impl Decoder {
-    pub(super) fn new() -> Decoder {
+    pub(crate) fn new() -> Decoder {
         Decoder {
             zstd: zstd::bulk::Decompressor::new().ok(),
             plain: Vec::new(),
@@ -161,7 +161,7 @@ impl Decoder {
     }
 
     /// The records of a checked body. Every record is taken from checked bytes or not at all.
-    pub(super) fn decode<'a>(&'a mut self, header: &Header, body: &'a [u8]) -> Result<Records<'a>, &'static str> {
+    pub(crate) fn decode<'a>(&'a mut self, header: &Header, body: &'a [u8]) -> Result<Records<'a>, &'static str> {
         let plain_length = header.plain_length as usize;
         if plain_length > MAX_GROUP_BYTES || header.records as usize > MAX_GROUP_RECORDS || header.records == 0 {
             return Err("a group's header is over the limits");
@@ -187,7 +187,7 @@ impl Decoder {
 }
 
 /// The records of one group, in order.
-pub(super) struct Records<'a> {
+pub(crate) struct Records<'a> {
     rest: &'a [u8],
     left: u32,
 }

@@ -60,7 +60,8 @@ pub(super) fn remove_unfinished(dir: &Path) -> io::Result<()> {
     disk::remove_if_there(&dir.join(UNFINISHED))
 }
 
-fn encode(out: &mut impl Write, level: u16, snapshot: &Snapshot) -> io::Result<()> {
+/// The snapshot's bytes.
+pub(crate) fn encode(out: &mut impl Write, level: u16, snapshot: &Snapshot) -> io::Result<()> {
     let mut header = Vec::with_capacity(HEADER_BYTES + snapshot.sequences.len() * 8 + 4);
     header.extend_from_slice(&MAGIC);
     header.extend_from_slice(&level.to_le_bytes());
@@ -95,7 +96,7 @@ fn encode(out: &mut impl Write, level: u16, snapshot: &Snapshot) -> io::Result<(
 
 /// Why a snapshot cannot be used.
 #[derive(Debug)]
-pub(super) enum Unusable {
+pub(crate) enum Unusable {
     Damaged(String),
     Newer(u16),
     Io(io::Error),
@@ -119,7 +120,8 @@ pub(super) fn load(path: &Path, position: u64) -> Result<Snapshot, Unusable> {
     }
 }
 
-fn decode(input: &mut impl Read) -> Result<Snapshot, Unusable> {
+/// Reads and checks a snapshot's bytes.
+pub(crate) fn decode(input: &mut impl Read) -> Result<Snapshot, Unusable> {
     let damaged = |reason: &str| Unusable::Damaged(reason.to_owned());
     let mut header = vec![0; HEADER_BYTES];
     input.read_exact(&mut header)?;
@@ -207,7 +209,7 @@ pub(super) fn skip(path: &Path, unusable: Unusable, recovery: &mut Recovery) -> 
 }
 
 /// Refuses a snapshot over the limits, or one that does not follow the last or reflects what is not durable yet.
-pub(super) fn check(snapshot: &Snapshot, last: u64, durable: u64) -> Result<(), LogError> {
+pub(crate) fn check(snapshot: &Snapshot, last: u64, durable: u64) -> Result<(), LogError> {
     let reason = if snapshot.position <= last {
         format!("the newest one is at position {last} already")
     } else if snapshot.position > durable {
