@@ -125,6 +125,14 @@ fn told(kind: &Kind) -> Told {
                 ("summary", e.summary.as_ref().map_or(Value::Null, summary)),
             ],
         ),
+        Kind::SandboxCreated(e) => (
+            "SandboxCreated",
+            vec![("sandbox", json!(e.sandbox)), ("providerId", json!(e.provider_id))],
+        ),
+        Kind::SandboxDestroyAsked(e) => (
+            "SandboxDestroyAsked",
+            vec![("sandbox", json!(e.sandbox)), ("reason", json!(e.reason))],
+        ),
         Kind::SandboxDestroyed(e) => (
             "SandboxDestroyed",
             vec![("sandbox", json!(e.sandbox)), ("workerId", json!(e.worker_id))],

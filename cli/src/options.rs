@@ -3,6 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValueParser};
+use evalgrid_scheduler::{MAX_CREATE_BURST, ProviderLimits};
 
 /// Runs evals of coding agents: every trial in its own sandbox, every result on record.
 #[derive(Debug, Parser)]
@@ -114,6 +115,12 @@ pub(crate) struct SchedulerFlags {
     /// Variables of this process that profiles may ask for, beside the known keys of agents; none by default. Example: --variables NPM_TOKEN,SENTRY_DSN
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     pub(crate) variables: Vec<String>,
+    /// How fast a provider's sandboxes may be made (per second, and at once), how many may be on their way, and how many may live; no limit by default. Example: --provider-limit e2b=2:10:20:100
+    #[arg(long, value_name = "NAME=RATE:BURST:STARTING:LIVING", value_delimiter = ',', value_parser = provider_limit)]
+    pub(crate) provider_limit: Vec<(String, ProviderLimits)>,
+    /// How many trials may run at once on a model key, which is the harness and the model's name up to its first slash; no limit by default. Example: --model-limit claude/anthropic=20
+    #[arg(long, value_name = "NAME=N", value_delimiter = ',', value_parser = model_limit)]
+    pub(crate) model_limit: Vec<(String, u32)>,
 }
 
 impl SchedulerFlags {
@@ -125,6 +132,8 @@ impl SchedulerFlags {
             snapshot_every: evalgrid_scheduler::SNAPSHOT_BYTES,
             sandbox_map: Vec::new(),
             variables: Vec::new(),
+            provider_limit: Vec::new(),
+            model_limit: Vec::new(),
         }
     }
 }
@@ -419,6 +428,43 @@ fn mapping(text: &str) -> Result<(String, String), String> {
     }
 }
 
+fn provider_limit(text: &str) -> Result<(String, ProviderLimits), String> {
+    let wrong = || {
+        format!(
+            "expected NAME=RATE:BURST:STARTING:LIVING, such as e2b=2:10:20:100; a rate from 0.001 to 1000, a burst up to {MAX_CREATE_BURST}, and none of them 0"
+        )
+    };
+    let (name, limits) = text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(wrong)?;
+    let [rate, counts @ ..] = &limits.split(':').collect::<Vec<_>>()[..] else {
+        return Err(wrong());
+    };
+    let counts: Option<Vec<u32>> = counts.iter().map(|count| count.parse().ok().filter(|count| *count > 0)).collect();
+    match (rate.parse(), counts.as_deref()) {
+        (Ok(create_per_second), Some(&[create_burst, max_starting, max_living]))
+            if (0.001..=1_000.0).contains(&create_per_second) && create_burst <= MAX_CREATE_BURST =>
+        {
+            let limits = ProviderLimits {
+                create_per_second,
+                create_burst,
+                max_starting,
+                max_living,
+            };
+            Ok((name.to_owned(), limits))
+        }
+        _ => Err(wrong()),
+    }
+}
+
+fn model_limit(text: &str) -> Result<(String, u32), String> {
+    let parse = || {
+        let (name, count) = text.rsplit_once('=')?;
+        let count = count.parse().ok().filter(|count| *count > 0)?;
+        // A key without a harness in front matches nothing, and would be a limit that never limits.
+        name.contains('/').then(|| (name.to_owned(), count))
+    };
+    parse().ok_or_else(|| "expected HARNESS/MODEL=N, such as claude/anthropic=20".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -478,6 +524,35 @@ mod tests {
         assert_eq!(mapping("e2b=process"), Ok(("e2b".into(), "process".into())));
         for text in ["", "e2b", "=process", "e2b="] {
             assert!(mapping(text).is_err(), "{text}");
+        }
+    }
+    #[test]
+    fn limits() {
+        let expected = ProviderLimits {
+            create_per_second: 0.5,
+            create_burst: 10,
+            max_starting: 20,
+            max_living: 100,
+        };
+        assert_eq!(provider_limit("e2b=0.5:10:20:100"), Ok(("e2b".into(), expected)));
+        for text in [
+            "",
+            "e2b",
+            "=1:1:1:1",
+            "e2b=1:1:1",
+            "e2b=1:1:1:1:1",
+            "e2b=0:1:1:1",
+            "e2b=1:0:1:1",
+            "e2b=inf:1:1:1",
+            "e2b=NaN:1:1:1",
+            "e2b=1:1025:1:1",
+            "e2b=1:-1:1:1",
+        ] {
+            assert!(provider_limit(text).is_err(), "{text}");
+        }
+        assert_eq!(model_limit("claude/anthropic=20"), Ok(("claude/anthropic".into(), 20)));
+        for text in ["", "claude/anthropic", "claude/anthropic=0", "claude=3", "claude/anthropic=x"] {
+            assert!(model_limit(text).is_err(), "{text}");
         }
     }
 }

@@ -256,6 +256,10 @@ async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) 
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
         snapshot_bytes: flags.snapshot_every,
+        limits: evalgrid_scheduler::Limits {
+            providers: flags.provider_limit.iter().cloned().collect(),
+            models: flags.model_limit.iter().cloned().collect(),
+        },
     };
     let scheduler = Scheduler::open(options).await.map_err(|error| match error {
         OpenError::Log(LogError::InUse { .. }) | OpenError::Index(IndexError::InUse { .. }) => Failure::new(

@@ -6,7 +6,7 @@ use evalgrid_proto::{
     log::v1::event::Kind,
     v1::{self, to_worker::Message},
 };
-use evalgrid_workflow::{TrialKey, decide, decide::Holder};
+use evalgrid_workflow::{TrialKey, admission, decide, decide::Holder};
 
 use crate::engine::Core;
 
@@ -48,6 +48,7 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
     let batch = core.state.batch(&key.batch)?;
     let trial = batch.trial(key)?;
     let (case_index, variant_index) = batch.coordinates(key.run);
+    let variant = batch.variants.get(variant_index)?;
     Some(v1::Lease {
         token,
         organization_id: batch.organization.to_string(),
@@ -57,17 +58,16 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
         variant_index: variant_index as u32,
         request: Some(batch.request.clone()),
         sandbox: trial.sandbox.clone()?,
-        provider: batch.variants.get(variant_index)?.provider.clone(),
+        provider: variant.provider.clone(),
         adopt,
         steps: trial.steps.clone(),
         // Only the names that the variant's profile declares: the executor looks no further, and sees no more.
-        variables: batch
-            .variants
-            .get(variant_index)?
+        variables: variant
             .variables
             .iter()
             .filter_map(|name| variables.get_key_value(name))
             .map(|(name, value)| (name.clone(), value.clone()))
             .collect(),
+        model_key: admission::model_key(variant),
     })
 }

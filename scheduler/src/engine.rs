@@ -251,7 +251,8 @@ impl Core {
             Some(Kind::TrialSettled(settled)) => settled.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::BatchEnded(ended)) => self.organization_of_batch(&ended.batch),
             // Custody outlives batches, so it is kept with the cell's own facts.
-            Some(Kind::SandboxDestroyed(_) | Kind::OrganizationCreated(_) | Kind::KeyCreated(_) | Kind::KeyRevoked(_)) | None => None,
+            Some(Kind::SandboxCreated(_) | Kind::SandboxDestroyAsked(_) | Kind::SandboxDestroyed(_)) => None,
+            Some(Kind::OrganizationCreated(_) | Kind::KeyCreated(_) | Kind::KeyRevoked(_)) | None => None,
         };
         match organization {
             Some(id) => *self.partitions.entry(id).or_insert_with(|| partition(&id)),

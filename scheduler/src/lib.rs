@@ -14,6 +14,7 @@ mod engine;
 mod folder;
 mod gate;
 mod read;
+mod reaper;
 mod recovery;
 mod replica;
 mod sessions;
@@ -41,6 +42,7 @@ use evalgrid_store::{Index, Objects, StoredObjects};
 use tokio::{net::TcpListener, sync::watch};
 use tonic::transport::{Server, server::TcpIncoming};
 
+pub use evalgrid_workflow::{Limits, ProviderLimits, admission::MAX_CREATE_BURST};
 pub use folder::FolderError;
 pub use recovery::{OpenError, RebuildError, RecoverySummary, rebuild_index};
 
@@ -74,6 +76,8 @@ pub struct SchedulerOptions {
     pub environment: BTreeMap<String, String>,
     /// A snapshot is taken whenever this many bytes of log have gathered; [`SNAPSHOT_BYTES`] unless there is a reason.
     pub snapshot_bytes: u64,
+    /// How much may run at once, per provider account and per model key.
+    pub limits: Limits,
 }
 
 /// Serving has failed.
@@ -120,7 +124,7 @@ impl Scheduler {
             on_failure: OnLogFailure::EndProcess,
         };
         let index: Arc<dyn Index> = recovered.index;
-        let (term, first_key) = Term::begin(ground, index, objects, &folder, world).await?;
+        let (term, first_key) = Term::begin(ground, index, objects, &folder, world, options.limits.clone()).await?;
         Ok(Scheduler {
             options,
             support,

@@ -5,6 +5,8 @@ use std::collections::{HashMap, HashSet};
 use evalgrid_proto::v1::{self, to_worker::Message};
 use tokio::sync::mpsc;
 
+use crate::reaper::Asks;
+
 /// Messages on their way to one worker. It holds at most its slots in leases and its window of reports in acknowledgements; a worker that
 /// lets this run full is not reading and is cut off.
 pub const MAX_OUTBOUND: usize = 4096;
@@ -26,6 +28,8 @@ pub struct Session {
     pub credits: u32,
     /// When it was last heard, steady milliseconds.
     pub heard_ms: u64,
+    /// What lies in its folder and is not ours: left alone, and told to the operator.
+    pub foreign: Vec<String>,
     outbound: mpsc::Sender<Outbound>,
 }
 
@@ -36,6 +40,8 @@ pub struct Sessions {
     /// Since when workers that hold something are away, steady milliseconds.
     absent_since: HashMap<String, u64>,
     last_number: u64,
+    /// Sandboxes that workers are asked to destroy.
+    pub asks: Asks,
 }
 
 impl Sessions {
@@ -52,6 +58,7 @@ impl Sessions {
                 providers: hello.providers.clone(),
                 credits: hello.slots,
                 heard_ms: steady_ms,
+                foreign: Vec::new(),
                 outbound,
             },
         );
@@ -106,6 +113,13 @@ impl Sessions {
     pub fn take_credit(&mut self, worker_id: &str) {
         if let Some(session) = self.by_worker.get_mut(worker_id) {
             session.credits = session.credits.saturating_sub(1);
+        }
+    }
+
+    /// Keeps what lies in a worker's folder and is not ours.
+    pub fn note_foreign<'a>(&mut self, worker_id: &str, names: impl Iterator<Item = &'a str>) {
+        if let Some(session) = self.by_worker.get_mut(worker_id) {
+            session.foreign = names.map(str::to_owned).collect();
         }
     }
 

@@ -70,6 +70,7 @@ impl Term {
         objects: Arc<dyn Objects>,
         folder: &Folder,
         world: Arc<dyn World>,
+        limits: evalgrid_workflow::Limits,
     ) -> Result<(Term, Option<String>), OpenError> {
         let tenure = ground.tenure.clone();
         let started = Engine::start(ground.core, ground.log, ground.tenure, ground.on_failure, world);
@@ -80,6 +81,7 @@ impl Term {
             objects,
         };
         engine.turn(|core| {
+            core.state.configure(limits);
             let events = decide::catch_up(&core.state, core.now_ms());
             core.commit_all(events);
         });

@@ -2,19 +2,22 @@
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
-use evalgrid_workflow::decide;
+use evalgrid_workflow::{Chance, decide};
 use tokio::sync::watch;
 
 use crate::{
     dispatch::{Variables, dispatch},
     engine::{Core, Engine},
-    workers::retry_delay_ms,
+    reaper,
+    workers::chance,
 };
 
 /// The longest between two looks. Abandonment is counted in hours, delays of retries in hundreds of milliseconds.
 const TICK: Duration = Duration::from_millis(500);
+/// The shortest: a provider that gives out 200 sandboxes a second is served at its pace, and an idle scheduler costs nothing.
+const SHORTEST_SLEEP: Duration = Duration::from_millis(5);
 /// Looks for abandoned trials go over every batch, so they are rarer.
-const TICKS_PER_ABANDON: u64 = 120;
+const LOOKS_PER_ABANDON: u64 = 120;
 
 /// Runs until shutdown.
 pub async fn timer_loop(
@@ -26,23 +29,41 @@ pub async fn timer_loop(
 ) {
     let lease_ms = lease.as_millis() as u64;
     let grace_ms = affinity_grace.as_millis() as u64;
-    let mut interval = tokio::time::interval(TICK.min(lease / 5));
-    interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut ticks = 0u64;
+    let look = TICK.min(lease / 5);
+    let mut sleep = look;
+    let mut looked_ms = engine.world().steady_ms();
+    let mut looks = 0u64;
     loop {
         tokio::select! {
-            _ = interval.tick() => {}
+            () = tokio::time::sleep(sleep) => {}
             _ = shutdown.wait_for(|stop| *stop) => return,
         }
-        ticks += 1;
-        let delay_ms = retry_delay_ms(engine.world());
-        let abandoned = ticks.is_multiple_of(TICKS_PER_ABANDON);
-        engine.turn(|core| tick(core, lease_ms, grace_ms, delay_ms, abandoned, &variables));
+        let mut chance = chance(engine.world());
+        let (opens_ms, _) = engine.turn(|core| {
+            // Where only a limit has asked for this, there is no need to go over every lease.
+            if looked_ms + look.as_millis() as u64 / 2 <= core.steady_ms() {
+                looked_ms = core.steady_ms();
+                looks += 1;
+                tick(
+                    core,
+                    lease_ms,
+                    grace_ms,
+                    &mut chance,
+                    looks.is_multiple_of(LOOKS_PER_ABANDON),
+                    &variables,
+                );
+            } else {
+                dispatch(core, &variables);
+            }
+            let opens_ms = core.state.next_opening_ms(core.now_ms());
+            opens_ms.map(|at_ms| Duration::from_millis(at_ms - core.now_ms()))
+        });
+        sleep = opens_ms.map_or(look, |opens| opens.clamp(SHORTEST_SLEEP.min(look), look));
     }
 }
 
 /// What has come due by now. `abandoned`: look for abandoned trials, too.
-pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, delay_ms: u64, abandoned: bool, variables: &Variables) {
+pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, chance: &mut Chance, abandoned: bool, variables: &Variables) {
     let now_ms = core.now_ms();
     let holders: HashSet<String> = core.state.leases().map(|(_, lease)| lease.worker_id.clone()).collect();
     let steady_ms = core.steady_ms();
@@ -51,15 +72,16 @@ pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, delay_ms: u64, abando
             worker_id,
             "no word from the worker for a whole lease; its trials wait for its return"
         );
-        let events = decide::expire_worker(&core.state, &worker_id, now_ms);
+        let events = decide::expire_worker(&core.state, &worker_id, chance, now_ms);
         core.commit_all(events);
     }
     let gone = |worker_id: &str| !core.sessions.is_here(worker_id);
-    let events = decide::give_up_absent(&core.state, &gone, grace_ms, delay_ms, now_ms);
+    let events = decide::give_up_absent(&core.state, &gone, grace_ms, chance, now_ms);
     core.commit_all(events);
     if abandoned {
         let events = decide::abandon(&core.state, now_ms);
         core.commit_all(events);
     }
+    reaper::reap(core, chance);
     dispatch(core, variables);
 }

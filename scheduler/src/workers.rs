@@ -5,7 +5,10 @@ use std::{pin::Pin, sync::Arc, time::Duration};
 use evalgrid_domain::ids::OrgId;
 use evalgrid_proto::v1::{self, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers};
 use evalgrid_store::Objects;
-use evalgrid_workflow::decide::{self, Refusal};
+use evalgrid_workflow::{
+    Chance,
+    decide::{self, Refusal},
+};
 use futures::Stream;
 use tokio::sync::{mpsc, watch};
 use tonic::{Request, Response, Status, Streaming};
@@ -16,6 +19,7 @@ use crate::{
     clock::World,
     dispatch::{Variables, dispatch},
     engine::{Core, Engine},
+    reaper,
     sessions::{MAX_OUTBOUND, Outbound},
 };
 
@@ -23,18 +27,16 @@ use crate::{
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
 /// An object's stream that stalls this long is cut.
 const OBJECT_DEADLINE: Duration = Duration::from_secs(120);
-/// Retries of a lost sandbox wait this long and up to twice as long, so that a provider's hiccup does not meet a herd.
-const RETRY_DELAY_MS: u64 = 500;
 /// Longest worker id, incarnation, boot id or provider name.
 const MAX_NAME_BYTES: usize = 128;
 /// More slots than any one machine can serve.
 const MAX_SLOTS: u32 = 10_000;
 
-/// Jitter between one and two [`RETRY_DELAY_MS`].
-pub fn retry_delay_ms(world: &dyn World) -> u64 {
-    let mut bytes = [0; 8];
-    world.random(&mut bytes);
-    RETRY_DELAY_MS + u64::from_le_bytes(bytes) % RETRY_DELAY_MS
+/// Chance for one turn.
+pub fn chance(world: &dyn World) -> Chance {
+    let mut seed = [0; 8];
+    world.random(&mut seed);
+    Chance::new(u64::from_le_bytes(seed))
 }
 
 /// The service.
@@ -143,7 +145,14 @@ fn check_hello(hello: &Hello) -> Result<(), &'static str> {
 
 /// A worker has come: what its greeting proves is recorded, and it is told what has changed meanwhile. Answers with the number of its
 /// connection.
-pub fn greet(core: &mut Core, hello: &Hello, outbound: mpsc::Sender<Outbound>, lease_ms: u64, variables: &Variables) -> u64 {
+pub fn greet(
+    core: &mut Core,
+    hello: &Hello,
+    outbound: mpsc::Sender<Outbound>,
+    lease_ms: u64,
+    chance: &mut Chance,
+    variables: &Variables,
+) -> u64 {
     let welcome = v1::Welcome {
         lease_ms,
         heartbeat_ms: lease_ms / 5,
@@ -151,7 +160,7 @@ pub fn greet(core: &mut Core, hello: &Hello, outbound: mpsc::Sender<Outbound>, l
     let now_ms = core.now_ms();
     let steady_ms = core.steady_ms();
     let number = core.sessions.join(hello, outbound, steady_ms);
-    let events = decide::hello_leases(&core.state, hello, now_ms);
+    let events = decide::hello_leases(&core.state, hello, chance, now_ms);
     core.commit_all(events);
     let events = decide::hello_sandboxes(&core.state, hello, now_ms);
     core.commit_all(events);
@@ -163,23 +172,18 @@ pub fn greet(core: &mut Core, hello: &Hello, outbound: mpsc::Sender<Outbound>, l
                 .revoke(&hello.worker_id, *token, "the lease has ended".into(), position);
         }
     }
-    for sandbox in decide::unneeded(&core.state, hello) {
-        let destroy = v1::Destroy {
-            sandbox: sandbox.to_owned(),
-        };
-        core.sessions.send(&hello.worker_id, position, Message::Destroy(destroy));
-    }
+    reaper::greet(core, hello, chance);
     dispatch(core, variables);
     number
 }
 
-/// Takes one message of a connection. False: the connection is over. `retry_delay_ms` is for attempts that are tried again.
+/// Takes one message of a connection. False: the connection is over.
 pub fn hear(
     core: &mut Core,
     worker_id: &str,
     number: u64,
     message: from_worker::Message,
-    retry_delay_ms: u64,
+    chance: &mut Chance,
     variables: &Variables,
 ) -> bool {
     let steady_ms = core.steady_ms();
@@ -191,7 +195,7 @@ pub fn hear(
         from_worker::Message::Heartbeat(v1::Heartbeat { number }) => {
             core.sessions.send(worker_id, 0, Message::Heartbeat(v1::HeartbeatReply { number }));
         }
-        from_worker::Message::Report(message) => report(core, worker_id, number, message, retry_delay_ms, variables),
+        from_worker::Message::Report(message) => report(core, worker_id, number, message, chance, variables),
         from_worker::Message::Hello(_) => {
             tracing::warn!(worker_id, "a second greeting on one stream; the connection is cut");
             return false;
@@ -201,7 +205,7 @@ pub fn hear(
 }
 
 /// Records a group of facts. What a token without a lease reports is not recorded, and the worker is told.
-fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, retry_delay_ms: u64, variables: &Variables) {
+fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance: &mut Chance, variables: &Variables) {
     let now_ms = core.now_ms();
     let mut stale = Vec::new();
     let mut refuse = |token: u64, refusal: Refusal| {
@@ -228,10 +232,22 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, retry_d
     }
     for failure in report.failures {
         tracing::info!(worker_id, token = failure.token, kind = ?failure.kind(), reason = failure.reason, "an attempt has failed");
-        match decide::attempt_failed(&core.state, worker_id, &failure, retry_delay_ms, now_ms) {
+        match decide::attempt_failed(&core.state, worker_id, &failure, chance, now_ms) {
             Ok(event) => core.commit_all(event),
             Err(refusal) => refuse(failure.token, refusal),
         }
+    }
+    for throttled in report.throttled {
+        let (token, model_key) = (throttled.token, &throttled.model_key);
+        tracing::info!(worker_id, token, model_key, "a model's provider has refused");
+        match decide::throttled(&core.state, worker_id, &throttled, chance, now_ms) {
+            Ok(event) => core.commit(event),
+            Err(refusal) => refuse(token, refusal),
+        }
+    }
+    for created in report.created {
+        let event = decide::created(&core.state, worker_id, created, now_ms);
+        core.commit_all(event);
     }
     for sandbox in report.destroyed {
         let events = decide::destroyed(&core.state, &sandbox, worker_id, now_ms);
@@ -252,7 +268,10 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, retry_d
 impl WorkersService {
     fn welcome(&self, hello: &Hello, outbound: mpsc::Sender<Outbound>) -> u64 {
         let lease_ms = self.lease.as_millis() as u64;
-        let (number, _) = self.engine.turn(|core| greet(core, hello, outbound, lease_ms, &self.variables));
+        let mut chance = chance(self.engine.world());
+        let (number, _) = self
+            .engine
+            .turn(|core| greet(core, hello, outbound, lease_ms, &mut chance, &self.variables));
         tracing::info!(worker_id = hello.worker_id, slots = hello.slots, held = hello.held.len(), providers = ?hello.providers, "a worker has come");
         number
     }
@@ -271,10 +290,10 @@ impl WorkersService {
             if self.engine.admit().await.is_err() {
                 return;
             }
-            let delay_ms = retry_delay_ms(self.engine.world());
+            let mut chance = chance(self.engine.world());
             let (goes_on, _) = self
                 .engine
-                .turn(|core| hear(core, worker_id, number, message, delay_ms, &self.variables));
+                .turn(|core| hear(core, worker_id, number, message, &mut chance, &self.variables));
             if !goes_on {
                 return;
             }

@@ -41,6 +41,7 @@ impl Server {
             affinity_grace,
             environment,
             snapshot_bytes: evalgrid_scheduler::SNAPSHOT_BYTES,
+            limits: Default::default(),
         };
         let scheduler = Scheduler::open(options).await.unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -7,11 +7,11 @@ use evalgrid_domain::{
     limits,
 };
 use evalgrid_proto::{
-    log::v1::{self as log, Event, attempt_ended::Why, event::Kind},
+    log::v1::{self as log, Event, event::Kind},
     v1,
 };
 
-use crate::state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, Sandbox, State, Trial, TrialKey};
+use crate::state::{Batch, BatchPhase, IdempotentStart, Key, Organization, Phase, Run, State, Trial, TrialKey};
 
 /// An event that cannot happen in this state.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +70,8 @@ impl State {
             Some(Kind::StepRecorded(step)) => self.step_recorded(step, at_ms),
             Some(Kind::LeaseGranted(lease)) => self.lease_granted(lease, at_ms),
             Some(Kind::TrialSettled(settled)) => self.trial_settled(settled, at_ms),
+            Some(Kind::SandboxCreated(created)) => self.sandbox_created(created),
+            Some(Kind::SandboxDestroyAsked(asked)) => self.sandbox_destroy_asked(asked, at_ms),
             Some(Kind::SandboxDestroyed(destroyed)) => self.sandbox_destroyed(destroyed, at_ms),
             Some(Kind::AttemptEnded(ended)) => self.attempt_ended(ended, at_ms),
             Some(Kind::BatchStarted(started)) => self.batch_started(started, at_ms),
@@ -181,17 +183,10 @@ impl State {
         organization.in_memory.insert(id);
         organization.started += 1;
         let mut all_runs = Vec::with_capacity(runs);
-        for run in 0..runs {
-            let provider = &started.variants[run % started.variants.len()].provider;
+        for _ in 0..runs {
             let mut trials = Vec::with_capacity(started.trials as usize);
-            for ordinal in 1..=started.trials {
+            for _ in 0..started.trials {
                 let ticket = queue.ticket();
-                let key = TrialKey {
-                    batch: id,
-                    run: run as u8,
-                    ordinal: ordinal as u8,
-                };
-                queue.push_fresh(key, ticket, provider, organization_id, 0, at_ms);
                 trials.push(Trial {
                     phase: Phase::Queued {
                         since_ms: at_ms,
@@ -200,6 +195,7 @@ impl State {
                     },
                     attempts: 0,
                     idle_leases: 0,
+                    idle_end: String::new(),
                     lost: Vec::new(),
                     progress_ms: at_ms,
                     sandbox: None,
@@ -226,136 +222,14 @@ impl State {
                 phase: BatchPhase::Running,
             },
         );
-        Ok(())
-    }
-
-    fn lease_granted(&mut self, granted: &log::LeaseGranted, at_ms: u64) -> Result<(), ApplyError> {
-        let key = trial_key(granted.trial.as_ref())?;
-        if granted.token <= self.last_token {
-            return illegal("a fencing token that is not newer than all before it");
-        }
-        let Self {
-            batches,
-            queue,
-            custody,
-            leases,
-            last_token,
-            ..
-        } = self;
-        let Some(batch) = batches.get_mut(&key.batch) else {
-            return illegal("a lease for no batch");
-        };
-        let organization = batch.organization;
-        let (_, variant) = batch.coordinates(key.run);
-        let provider = batch.variants[variant].provider.clone();
-        let Some(trial) = batch.trial_mut(key) else {
-            return illegal("a lease for no trial");
-        };
-        if !matches!(trial.phase, Phase::Queued { .. }) {
-            return illegal("a lease for a trial that does not wait");
-        }
-        if granted.adopt {
-            let known = custody
-                .get(&granted.sandbox)
-                .is_some_and(|sandbox| sandbox.worker_id == granted.worker_id);
-            if !known || trial.sandbox.as_deref() != Some(granted.sandbox.as_str()) {
-                return illegal("a lease on a sandbox that is not the trial's");
-            }
-        } else {
-            trial.attempts += 1;
-            trial.steps.clear();
-            trial.sandbox = Some(granted.sandbox.clone());
-            let sandbox = Sandbox {
-                trial: key,
-                worker_id: granted.worker_id.clone(),
-                boot_id: granted.boot_id.clone(),
-            };
-            if custody.insert(granted.sandbox.clone(), sandbox).is_some() {
-                return illegal("a sandbox's name is used twice");
-            }
-        }
-        trial.idle_leases += 1;
-        trial.progress_ms = at_ms;
-        trial.phase = Phase::Leased { token: granted.token };
-        queue.note_served(&provider, organization);
-        *last_token = granted.token;
-        leases.insert(
-            granted.token,
-            Lease {
-                trial: key,
-                worker_id: granted.worker_id.clone(),
-                incarnation: granted.incarnation.clone(),
-            },
-        );
-        Ok(())
-    }
-
-    fn step_recorded(&mut self, step: &log::StepRecorded, at_ms: u64) -> Result<(), ApplyError> {
-        let Some(trial) = self.leased_trial(step.token) else {
-            return illegal("a step under a token that holds no lease");
-        };
-        trial.progress_ms = at_ms;
-        trial.idle_leases = 0;
-        // A copy: what arrives is a slice of a whole group's buffer, which must not live as long as the trial.
-        let result = Bytes::copy_from_slice(&step.result);
-        trial.steps.push(v1::RecordedStep {
-            step: step.step.clone(),
-            outcome: step.outcome,
-            result,
-        });
-        Ok(())
-    }
-
-    fn attempt_ended(&mut self, ended: &log::AttemptEnded, at_ms: u64) -> Result<(), ApplyError> {
-        let key = trial_key(ended.trial.as_ref())?;
-        let loses_sandbox = matches!(ended.why(), Why::SandboxLost | Why::SandboxUnavailable);
-        // Token 0: the attempt had lost its worker before, and now loses its sandbox.
-        let lease = self.leases.remove(&ended.token);
-        let waits = matches!(
-            self.trial(key),
-            Some(Trial {
-                phase: Phase::Queued { .. },
-                ..
-            })
-        );
-        match lease {
-            Some(lease) if lease.trial == key && !loses_sandbox => {
-                self.requeue(key, Some(&lease.worker_id), &ended.reason, ended.not_before_ms, at_ms)
-            }
-            Some(lease) if lease.trial == key => self.requeue(key, None, &ended.reason, ended.not_before_ms, at_ms),
-            None if ended.token == 0 && waits && loses_sandbox => self.requeue(key, None, &ended.reason, ended.not_before_ms, at_ms),
-            _ => illegal("an attempt ends that holds no lease"),
-        }
-    }
-
-    /// The trial waits again: for `adopter`, in whose folder its sandbox lives, or for a fresh sandbox anywhere.
-    fn requeue(&mut self, key: TrialKey, adopter: Option<&str>, reason: &str, not_before_ms: u64, at_ms: u64) -> Result<(), ApplyError> {
-        let Self { batches, queue, .. } = self;
-        let Some(batch) = batches.get_mut(&key.batch) else {
-            return illegal("a trial of no batch waits");
-        };
-        let organization = batch.organization;
-        let (_, variant) = batch.coordinates(key.run);
-        let provider = batch.variants[variant].provider.clone();
-        let Some(trial) = batch.trial_mut(key) else {
-            return illegal("a trial that is not there waits");
-        };
-        let ticket = queue.ticket();
-        trial.phase = Phase::Queued {
-            since_ms: at_ms,
-            not_before_ms,
-            ticket,
-        };
-        match adopter {
-            Some(worker_id) => queue.push_adoptable(key, ticket, worker_id),
-            None => {
-                // A sandbox in which nothing had been recorded yet cost the trial nothing.
-                if !trial.steps.is_empty() || !reason.is_empty() {
-                    trial.lost.push(reason.to_owned());
-                }
-                trial.sandbox = None;
-                trial.steps.clear();
-                queue.push_fresh(key, ticket, &provider, organization, not_before_ms, at_ms);
+        for run in 0..runs {
+            for ordinal in 1..=started.trials {
+                let key = TrialKey {
+                    batch: id,
+                    run: run as u8,
+                    ordinal: ordinal as u8,
+                };
+                self.enqueue(key, at_ms);
             }
         }
         Ok(())
@@ -372,19 +246,18 @@ impl State {
         {
             *bytes = Bytes::copy_from_slice(bytes);
         }
+        match self.trial(key).map(|trial| &trial.phase) {
+            None => return illegal("a verdict for no trial"),
+            Some(Phase::Settled(_)) => return illegal("a second verdict for a trial"),
+            Some(Phase::Leased { token }) => self.end_lease(*token),
+            Some(Phase::Queued { .. }) => self.stop_waiting(key),
+        }
         let Some(batch) = self.batches.get_mut(&key.batch) else {
             return illegal("a verdict for no batch");
         };
         let Some(trial) = batch.trial_mut(key) else {
             return illegal("a verdict for no trial");
         };
-        match trial.phase {
-            Phase::Settled(_) => return illegal("a second verdict for a trial"),
-            Phase::Leased { token } => {
-                self.leases.remove(&token);
-            }
-            Phase::Queued { .. } => {}
-        }
         trial.phase = Phase::Settled(Box::new(outcome));
         trial.steps = Vec::new();
         trial.progress_ms = at_ms;
@@ -435,33 +308,5 @@ impl State {
             _ => return illegal("a batch is archived that has not ended, or is archived already"),
         }
         Ok(())
-    }
-
-    fn sandbox_destroyed(&mut self, destroyed: &log::SandboxDestroyed, at_ms: u64) -> Result<(), ApplyError> {
-        let Some(sandbox) = self.custody.remove(&destroyed.sandbox) else {
-            return illegal("a sandbox is destroyed that is not in custody");
-        };
-        let key = sandbox.trial;
-        let Some(trial) = self.trial(key) else { return Ok(()) };
-        if trial.sandbox.as_deref() != Some(destroyed.sandbox.as_str()) {
-            return Ok(());
-        }
-        match trial.phase {
-            Phase::Queued { .. } => {
-                let reason = if trial.steps.is_empty() {
-                    ""
-                } else {
-                    crate::decide::GONE_ON_RETURN
-                };
-                self.requeue(key, None, reason, 0, at_ms)
-            }
-            Phase::Leased { .. } => illegal("a sandbox is destroyed under a living lease"),
-            Phase::Settled(_) => Ok(()),
-        }
-    }
-
-    fn leased_trial(&mut self, token: u64) -> Option<&mut Trial> {
-        let key = self.leases.get(&token)?.trial;
-        self.batches.get_mut(&key.batch)?.trial_mut(key)
     }
 }

@@ -10,8 +10,12 @@ use evalgrid_proto::{
     v1::{self, AttemptFailureKind, TrialOutcome, TrialStatus},
 };
 
+pub use crate::custody::{ask_to_destroy, created, destroyed, hello_sandboxes, listed_sandboxes, needed, unneeded};
 use crate::{
+    admission::{MAX_RETRY_AFTER_MS, MIN_RETRY_AFTER_MS},
     apply::trial_ref,
+    chance::Chance,
+    custody::sandbox_name,
     state::{Batch, BatchPhase, Phase, State, TrialKey},
 };
 
@@ -21,8 +25,19 @@ pub const MAX_STEP_RESULT_BYTES: usize = 64 * 1024;
 pub const MAX_STEPS_PER_TRIAL: usize = 1024;
 /// A step's name, e.g. `turn.12.agent`.
 pub const MAX_STEP_NAME_BYTES: usize = 80;
-/// Leases in a row without a recorded step: a trial that kills its worker every time must end.
-pub const MAX_IDLE_LEASES: u32 = 64;
+/// Leases in a row without a recorded step: a trial that kills its worker every time must end. Waits between them grow ([`FRUITLESS_DELAY_MS`]),
+/// so that this many take some five minutes at least: a machine that is restarted a few times within one long turn stays far below, and a
+/// poisonous trial cannot take a worker down more often.
+pub const MAX_IDLE_LEASES: u32 = 16;
+/// After its first fruitless lease a trial is leased again at once, after the second it waits this long, then twice as long each time.
+pub const FRUITLESS_DELAY_MS: u64 = 250;
+/// A lost sandbox is tried again after this long and up to twice as long, the next one after twice that.
+pub const RETRY_DELAY_MS: u64 = 500;
+/// The longest of these waits: a trial of a worker that is there again should not lie idle for longer.
+pub const MAX_DELAY_MS: u64 = 30_000;
+/// Trials that start over together are spread so that one in this time does, but for no longer than [`MAX_DELAY_MS`]: what has just brought one
+/// worker down must not meet them all at once elsewhere.
+const SPREAD_PER_TRIAL_MS: u64 = 20;
 
 /// Why a request changes nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -187,9 +202,6 @@ fn ending(batch: &Batch, now_ms: u64) -> Option<Event> {
     Some(event(now_ms, Kind::BatchEnded(ended)))
 }
 
-/// Why a sandbox is lost that its worker no longer has.
-pub(crate) const GONE_ON_RETURN: &str = "it was gone when its worker came back";
-
 /// A lease for a waiting trial.
 #[derive(Debug, Clone, Copy)]
 pub struct Holder<'a> {
@@ -206,12 +218,15 @@ pub fn grant(state: &State, key: TrialKey, holder: Holder<'_>, now_ms: u64) -> V
     let Some(batch) = state.batch(&key.batch) else { return Vec::new() };
     let Some(trial) = batch.trial(key) else { return Vec::new() };
     if trial.idle_leases >= MAX_IDLE_LEASES {
-        let text = format!("The worker stopped {MAX_IDLE_LEASES} times in a row while it ran this trial");
-        return vec![settled(key, 0, void(&text, batch, key), now_ms)];
+        let text = format!(
+            "The worker stopped {MAX_IDLE_LEASES} times in a row while it ran this trial, the last time because of this: {}",
+            trial.idle_end
+        );
+        return vec![settled(key, 0, void(&outcome::failure_text(&text), batch, key), now_ms)];
     }
     let token = state.last_token + 1;
     let adopt = trial.sandbox.is_some();
-    let sandbox = trial.sandbox.clone().unwrap_or_else(|| format!("{}-{token}", key.id()));
+    let sandbox = trial.sandbox.clone().unwrap_or_else(|| sandbox_name(key, token));
     vec![event(
         now_ms,
         Kind::LeaseGranted(log::LeaseGranted {
@@ -270,34 +285,71 @@ pub fn attempt_failed(
     state: &State,
     worker_id: &str,
     failure: &v1::AttemptFailure,
-    retry_delay_ms: u64,
+    chance: &mut Chance,
     now_ms: u64,
 ) -> Result<Option<Event>, Refusal> {
     let key = lease_of(state, worker_id, failure.token)?;
     let why = match failure.kind() {
-        AttemptFailureKind::Released => return Ok(Some(attempt_ended(failure.token, key, Why::Released, String::new(), 0, now_ms))),
+        AttemptFailureKind::Released => {
+            let ended = AttemptEnd::new(failure.token, key, Why::Released);
+            return Ok(Some(ended.event(now_ms)));
+        }
         AttemptFailureKind::SandboxUnavailable => Why::SandboxUnavailable,
         AttemptFailureKind::SandboxLost | AttemptFailureKind::Unspecified => Why::SandboxLost,
     };
     let reason = outcome::failure_text(&failure.reason);
-    Ok(retry_or_void(state, key, failure.token, why, &reason, retry_delay_ms, now_ms))
+    Ok(retry_or_void(
+        state,
+        AttemptEnd::new(failure.token, key, why),
+        &reason,
+        0,
+        chance,
+        now_ms,
+    ))
 }
 
-fn retry_or_void(state: &State, key: TrialKey, token: u64, why: Why, reason: &str, delay_ms: u64, now_ms: u64) -> Option<Event> {
-    let batch = state.batch(&key.batch)?;
-    let lost = batch.trial(key).map_or(0, |trial| trial.lost.len() as u32) + 1;
-    if lost < limits::MAX_SANDBOX_ATTEMPTS {
-        return Some(attempt_ended(token, key, why, reason.to_owned(), now_ms + delay_ms, now_ms));
+/// The provider of a trial's model has refused: the model key's limit is cut, and the trial waits, without its slot, until the provider wants
+/// to be asked again. Its sandbox stays. That is no lost attempt, and no fruitless lease.
+pub fn throttled(state: &State, worker_id: &str, report: &v1::Throttled, chance: &mut Chance, now_ms: u64) -> Result<Event, Refusal> {
+    let key = lease_of(state, worker_id, report.token)?;
+    if state.model_key_of(key).as_deref() != Some(report.model_key.as_str()) {
+        return Err(Refusal::StepLimit(format!(
+            "{:?} is not the model key of the lease",
+            report.model_key
+        )));
     }
-    let text = match why {
+    let until_ms = now_ms + report.retry_after_ms.clamp(MIN_RETRY_AFTER_MS, MAX_RETRY_AFTER_MS);
+    let ended = AttemptEnd {
+        // All of them were told the same time: up to a quarter later, not all at once.
+        not_before_ms: until_ms + chance.below((until_ms - now_ms) / 4),
+        throttled_until_ms: until_ms,
+        ..AttemptEnd::new(report.token, key, Why::Throttled)
+    };
+    Ok(ended.event(now_ms))
+}
+
+/// `spread_ms`: over how long those are spread that start over together.
+fn retry_or_void(state: &State, ended: AttemptEnd, reason: &str, spread_ms: u64, chance: &mut Chance, now_ms: u64) -> Option<Event> {
+    let batch = state.batch(&ended.key.batch)?;
+    let lost = batch.trial(ended.key).map_or(0, |trial| trial.lost.len() as u32) + 1;
+    if lost < limits::MAX_SANDBOX_ATTEMPTS {
+        let delay_ms = (RETRY_DELAY_MS << (lost - 1).min(16)).min(MAX_DELAY_MS / 2);
+        let ended = AttemptEnd {
+            reason: reason.to_owned(),
+            not_before_ms: now_ms + delay_ms + chance.below(delay_ms.max(spread_ms)),
+            ..ended
+        };
+        return Some(ended.event(now_ms));
+    }
+    let text = match ended.why {
         Why::SandboxUnavailable => reason.to_owned(),
         _ => format!("{}: {reason}", outcome::sandbox_lost(lost)),
     };
-    Some(settled(key, token, void(&text, batch, key), now_ms))
+    Some(settled(ended.key, ended.token, void(&text, batch, ended.key), now_ms))
 }
 
 /// What a worker's greeting proves of leases: those of an earlier process of it have ended, and those that never reached it.
-pub fn hello_leases(state: &State, hello: &v1::Hello, now_ms: u64) -> Vec<Event> {
+pub fn hello_leases(state: &State, hello: &v1::Hello, chance: &mut Chance, now_ms: u64) -> Vec<Event> {
     let ours = state.leases().filter(|(_, lease)| lease.worker_id == hello.worker_id);
     let ended = ours.filter_map(|(token, lease)| {
         let why = match (lease.incarnation == hello.incarnation, hello.held.contains(&token)) {
@@ -305,107 +357,63 @@ pub fn hello_leases(state: &State, hello: &v1::Hello, now_ms: u64) -> Vec<Event>
             (true, false) => Why::NotDelivered,
             (true, true) => return None,
         };
-        Some(attempt_ended(token, lease.trial, why, String::new(), 0, now_ms))
+        Some(fruitless(state, token, lease.trial, why, chance, now_ms))
     });
     ended.collect()
 }
 
-/// What a worker's greeting proves of sandboxes, once [`hello_leases`] is applied: those of an earlier boot, and those of which nothing is
-/// left, are destroyed. A sandbox under a living lease may be about to be made and is left alone.
-pub fn hello_sandboxes(state: &State, hello: &v1::Hello, now_ms: u64) -> Vec<Event> {
-    let mut events = Vec::new();
-    for (name, sandbox) in state.custody().filter(|(_, sandbox)| sandbox.worker_id == hello.worker_id) {
-        let leased = state
-            .trial(sandbox.trial)
-            .is_some_and(|trial| trial.sandbox.as_deref() == Some(name) && matches!(trial.phase, Phase::Leased { .. }));
-        let gone = sandbox.boot_id != hello.boot_id || !hello.sandboxes.iter().any(|present| present == name);
-        if gone && !leased {
-            events.extend(destroyed(state, name, &hello.worker_id, now_ms));
-        }
-    }
-    events
-}
-
-/// Sandboxes in the worker's folder that no trial needs any more.
-pub fn unneeded<'a>(state: &State, hello: &'a v1::Hello) -> Vec<&'a str> {
-    hello
-        .sandboxes
-        .iter()
-        .map(String::as_str)
-        .filter(|name| !needed(state, name))
-        .collect()
-}
-
-/// Whether a trial without a verdict still lives in this sandbox.
-pub fn needed(state: &State, name: &str) -> bool {
-    state
-        .custody
-        .get(name)
-        .and_then(|sandbox| state.trial(sandbox.trial))
-        .is_some_and(|trial| trial.sandbox.as_deref() == Some(name) && !matches!(trial.phase, Phase::Settled(_)))
-}
-
-/// A sandbox is confirmed destroyed. Where a waiting trial lived in it, that attempt is lost, and past the bound the trial is void.
-pub fn destroyed(state: &State, name: &str, worker_id: &str, now_ms: u64) -> Vec<Event> {
-    let Some(sandbox) = state.custody.get(name).filter(|sandbox| sandbox.worker_id == worker_id) else {
-        return Vec::new();
+/// An attempt that ended without its worker's word. The more of them in a row, the longer the trial waits.
+fn fruitless(state: &State, token: u64, key: TrialKey, why: Why, chance: &mut Chance, now_ms: u64) -> Event {
+    let in_a_row = state.trial(key).map_or(0, |trial| trial.idle_leases);
+    let ended = AttemptEnd {
+        not_before_ms: now_ms + fruitless_delay_ms(in_a_row, chance),
+        ..AttemptEnd::new(token, key, why)
     };
-    let mut events = Vec::new();
-    if let Some(batch) = state.batch(&sandbox.trial.batch)
-        && let Some(trial) = batch.trial(sandbox.trial)
-        && trial.sandbox.as_deref() == Some(name)
-        && matches!(trial.phase, Phase::Queued { .. })
-        && !trial.steps.is_empty()
-        && trial.lost.len() as u32 + 1 >= limits::MAX_SANDBOX_ATTEMPTS
-    {
-        let text = format!("{}: {GONE_ON_RETURN}", outcome::sandbox_lost(trial.lost.len() as u32 + 1));
-        events.push(settled(sandbox.trial, 0, void(&text, batch, sandbox.trial), now_ms));
-    }
-    let gone = log::SandboxDestroyed {
-        sandbox: name.to_owned(),
-        worker_id: worker_id.to_owned(),
-    };
-    events.push(event(now_ms, Kind::SandboxDestroyed(gone)));
-    events
+    ended.event(now_ms)
+}
+
+/// The wait after this many fruitless leases in a row: none after the first, then exponential, half of it by chance.
+fn fruitless_delay_ms(in_a_row: u32, chance: &mut Chance) -> u64 {
+    let Some(doublings) = in_a_row.checked_sub(2) else { return 0 };
+    let delay_ms = (FRUITLESS_DELAY_MS << doublings.min(16)).min(MAX_DELAY_MS);
+    delay_ms / 2 + chance.below(delay_ms / 2 + 1)
 }
 
 /// No sign of a worker for a whole lease: its trials wait for it, or for whoever takes its folder over.
-pub fn expire_worker(state: &State, worker_id: &str, now_ms: u64) -> Vec<Event> {
-    state
-        .leases()
-        .filter(|(_, lease)| lease.worker_id == worker_id)
-        .map(|(token, lease)| attempt_ended(token, lease.trial, Why::LeaseExpired, String::new(), 0, now_ms))
+pub fn expire_worker(state: &State, worker_id: &str, chance: &mut Chance, now_ms: u64) -> Vec<Event> {
+    let ours = state.leases().filter(|(_, lease)| lease.worker_id == worker_id);
+    ours.map(|(token, lease)| fruitless(state, token, lease.trial, Why::LeaseExpired, chance, now_ms))
         .collect()
 }
 
 /// Trials whose sandbox lies with a worker that stayed away past the grace: they start over elsewhere. The sandbox stays in custody.
 ///
 /// `gone` tells whether a worker is away; it is not part of the state.
-pub fn give_up_absent(state: &State, gone: &dyn Fn(&str) -> bool, grace_ms: u64, retry_delay_ms: u64, now_ms: u64) -> Vec<Event> {
-    let mut events = Vec::new();
-    for (name, sandbox) in state.custody() {
-        let Some(batch) = state.batch(&sandbox.trial.batch) else { continue };
-        let Some(trial) = batch.trial(sandbox.trial) else { continue };
-        let Phase::Queued { since_ms, .. } = trial.phase else { continue };
-        if trial.sandbox.as_deref() == Some(name) && since_ms + grace_ms <= now_ms && gone(&sandbox.worker_id) {
-            if trial.steps.is_empty() {
-                // Nothing is known to have begun there, so nothing is lost.
-                events.push(attempt_ended(0, sandbox.trial, Why::SandboxLost, String::new(), now_ms, now_ms));
-                continue;
+pub fn give_up_absent(state: &State, gone: &dyn Fn(&str) -> bool, grace_ms: u64, chance: &mut Chance, now_ms: u64) -> Vec<Event> {
+    let stranded = state.custody().filter(|(name, sandbox)| {
+        state.trial(sandbox.trial).is_some_and(|trial| match trial.phase {
+            Phase::Queued { since_ms, .. } => {
+                trial.sandbox.as_deref() == Some(*name) && since_ms + grace_ms <= now_ms && gone(&sandbox.worker_id)
             }
-            let reason = format!("no word from its worker for {}", outcome::humanise_duration(grace_ms));
-            events.extend(retry_or_void(
-                state,
-                sandbox.trial,
-                0,
-                Why::SandboxLost,
-                &reason,
-                retry_delay_ms,
-                now_ms,
-            ));
+            _ => false,
+        })
+    });
+    let stranded: Vec<TrialKey> = stranded.map(|(_, sandbox)| sandbox.trial).collect();
+    // The first is fast, the rest follow over a time that grows with their number.
+    let spread_ms = (stranded.len() as u64 * SPREAD_PER_TRIAL_MS).min(MAX_DELAY_MS);
+    let reason = format!("no word from its worker for {}", outcome::humanise_duration(grace_ms));
+    let events = stranded.into_iter().enumerate().filter_map(|(place, key)| {
+        let ended = AttemptEnd::new(0, key, Why::SandboxLost);
+        let trial = state.trial(key)?;
+        if !trial.steps.is_empty() {
+            return retry_or_void(state, ended, &reason, spread_ms, chance, now_ms);
         }
-    }
-    events
+        // Nothing is known to have begun there, so nothing is lost.
+        let spread_ms = if place == 0 { 0 } else { chance.below(spread_ms) };
+        let not_before_ms = now_ms + spread_ms + fruitless_delay_ms(trial.idle_leases, chance);
+        Some(AttemptEnd { not_before_ms, ..ended }.event(now_ms))
+    });
+    events.collect()
 }
 
 /// Trials that nothing will end: no sign of progress for six hours, or 72 hours in the queue.
@@ -445,7 +453,7 @@ pub fn archived(batch: &Batch, manifest: v1::ObjectRef, summary: v1::BatchSummar
     )
 }
 
-fn settled(key: TrialKey, token: u64, outcome: TrialOutcome, now_ms: u64) -> Event {
+pub(crate) fn settled(key: TrialKey, token: u64, outcome: TrialOutcome, now_ms: u64) -> Event {
     event(
         now_ms,
         Kind::TrialSettled(log::TrialSettled {
@@ -464,7 +472,7 @@ fn unsettled(batch: &Batch) -> impl Iterator<Item = (TrialKey, u64)> {
     })
 }
 
-fn void(failure: &str, batch: &Batch, key: TrialKey) -> TrialOutcome {
+pub(crate) fn void(failure: &str, batch: &Batch, key: TrialKey) -> TrialOutcome {
     TrialOutcome {
         status: TrialStatus::Void.into(),
         exit_code: -1,
@@ -474,15 +482,39 @@ fn void(failure: &str, batch: &Batch, key: TrialKey) -> TrialOutcome {
     }
 }
 
-fn attempt_ended(token: u64, key: TrialKey, why: Why, reason: String, not_before_ms: u64, now_ms: u64) -> Event {
-    let ended = log::AttemptEnded {
-        token,
-        why: why.into(),
-        reason,
-        not_before_ms,
-        trial: trial_ref(key),
-    };
-    event(now_ms, Kind::AttemptEnded(ended))
+/// How an attempt ends.
+struct AttemptEnd {
+    token: u64,
+    key: TrialKey,
+    why: Why,
+    reason: String,
+    not_before_ms: u64,
+    throttled_until_ms: u64,
+}
+
+impl AttemptEnd {
+    fn new(token: u64, key: TrialKey, why: Why) -> AttemptEnd {
+        AttemptEnd {
+            token,
+            key,
+            why,
+            reason: String::new(),
+            not_before_ms: 0,
+            throttled_until_ms: 0,
+        }
+    }
+
+    fn event(self, now_ms: u64) -> Event {
+        let ended = log::AttemptEnded {
+            token: self.token,
+            why: self.why.into(),
+            reason: self.reason,
+            not_before_ms: self.not_before_ms,
+            trial: trial_ref(self.key),
+            throttled_until_ms: self.throttled_until_ms,
+        };
+        event(now_ms, Kind::AttemptEnded(ended))
+    }
 }
 
 /// The trial of a living lease, if this worker holds it.

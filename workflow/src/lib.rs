@@ -4,13 +4,20 @@
 //! the state by one event. Both are pure: no I/O, no clock, no randomness, no tokio. Time comes in as `now_ms`, identifiers and jitter come
 //! in as values, and `apply` takes time from events only, so production, replay and simulation run the same code.
 
+pub mod admission;
 mod apply;
+mod chance;
+pub mod custody;
 pub mod decide;
+mod lease;
 mod queue;
 mod snapshot;
 pub mod state;
 pub mod view;
 
+pub use admission::{Limits, ProviderLimits};
 pub use apply::ApplyError;
+pub use chance::Chance;
+pub use custody::{Listing, Sandbox};
 pub use evalgrid_proto::log::v1::{Event, event::Kind};
-pub use state::{Batch, BatchPhase, Key, Lease, Organization, Phase, Sandbox, State, Trial, TrialKey};
+pub use state::{Batch, BatchPhase, Key, Lease, Organization, Phase, State, Trial, TrialKey};

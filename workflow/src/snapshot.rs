@@ -1,16 +1,17 @@
 //! The whole state as one message, and back. Only facts are written: what follows from them (queues, look-up tables) is made anew.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
-use evalgrid_domain::ids::OrgId;
 use evalgrid_proto::{
     log::v1::{self as log, saved_trial},
     v1,
 };
 
 use crate::{
+    admission::Cut,
     apply::{ApplyError, batch_id, illegal, organization_id, trial_key, trial_ref},
-    state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, Sandbox, State, Trial, TrialKey},
+    custody::Sandbox,
+    state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, State, Trial},
 };
 
 impl State {
@@ -36,6 +37,8 @@ impl State {
             archive: None,
             archived: Vec::new(),
             last_ticket: self.queue.last_ticket(),
+            providers: self.admission.recent().map(save_provider).collect(),
+            cuts: self.admission.cuts().map(save_cut).collect(),
         }
     }
 
@@ -68,8 +71,24 @@ impl State {
                 trial: trial_key(sandbox.trial.as_ref())?,
                 worker_id: sandbox.worker_id.clone(),
                 boot_id: sandbox.boot_id.clone(),
+                provider: sandbox.provider.clone(),
+                intended_ms: sandbox.intended_ms,
+                created: sandbox.created,
+                provider_id: sandbox.provider_id.clone(),
+                destroy_asked_ms: sandbox.destroy_asked_ms,
             };
+            state.admission.lives(&restored.provider, &sandbox.name);
             state.custody.insert(sandbox.name.clone(), restored);
+        }
+        for provider in &saved.providers {
+            state.admission.restore_recent(&provider.name, &provider.recent_ms);
+        }
+        for cut in &saved.cuts {
+            let restored = Cut {
+                limit: cut.limit,
+                until_ms: cut.until_ms,
+            };
+            state.admission.restore_cut(&cut.model_key, restored);
         }
         for batch in &saved.batches {
             state.restore_batch(batch)?;
@@ -85,6 +104,7 @@ impl State {
                 incarnation: lease.incarnation.clone(),
             };
             state.leases.insert(lease.token, restored);
+            state.hold(lease.token);
         }
         state.queue.use_tickets_after(saved.last_ticket);
         state.requeue_all();
@@ -219,27 +239,15 @@ impl State {
 
     /// Those who wait, in their old order.
     fn requeue_all(&mut self) {
-        let Self {
-            batches, queue, custody, ..
-        } = self;
-        let mut waiting: Vec<(u64, u64, TrialKey, OrgId, String, Option<String>)> = Vec::new();
-        for batch in batches.values() {
-            for (key, trial) in batch.trials() {
-                if let Phase::Queued { not_before_ms, ticket, .. } = trial.phase {
-                    let (_, variant) = batch.coordinates(key.run);
-                    let adopter = trial.sandbox.as_ref().and_then(|name| Some(custody.get(name)?.worker_id.clone()));
-                    let provider = batch.variants[variant].provider.clone();
-                    waiting.push((ticket, not_before_ms, key, batch.organization, provider, adopter));
-                }
-            }
-        }
-        waiting.sort_unstable_by_key(|entry| entry.0);
-        for (old_ticket, not_before_ms, key, organization, provider, adopter) in waiting {
-            match adopter {
-                Some(worker_id) => queue.push_adoptable(key, old_ticket, &worker_id),
-                // What no longer waits is noticed by the first who looks.
-                None => queue.push_fresh(key, old_ticket, &provider, organization, not_before_ms, self.last_ms),
-            }
+        let trials = self.batches.values().flat_map(Batch::trials);
+        let waits = trials.filter_map(|(key, trial)| match trial.phase {
+            Phase::Queued { ticket, .. } => Some((ticket, key)),
+            _ => None,
+        });
+        let mut waits: Vec<_> = waits.collect();
+        waits.sort_unstable();
+        for (_, key) in waits {
+            self.enqueue(key, self.last_ms);
         }
     }
 }
@@ -295,6 +303,26 @@ fn save_sandbox(name: &str, sandbox: &Sandbox) -> log::SavedSandbox {
         trial: trial_ref(sandbox.trial),
         worker_id: sandbox.worker_id.clone(),
         boot_id: sandbox.boot_id.clone(),
+        provider: sandbox.provider.clone(),
+        intended_ms: sandbox.intended_ms,
+        created: sandbox.created,
+        provider_id: sandbox.provider_id.clone(),
+        destroy_asked_ms: sandbox.destroy_asked_ms,
+    }
+}
+
+fn save_provider((name, recent): (&str, &VecDeque<u64>)) -> log::SavedProvider {
+    log::SavedProvider {
+        name: name.to_owned(),
+        recent_ms: recent.iter().copied().collect(),
+    }
+}
+
+fn save_cut((model_key, cut): (&str, Cut)) -> log::SavedCut {
+    log::SavedCut {
+        model_key: model_key.to_owned(),
+        limit: cut.limit,
+        until_ms: cut.until_ms,
     }
 }
 
@@ -327,6 +355,7 @@ fn save_trial(trial: &Trial) -> log::SavedTrial {
         progress_ms: trial.progress_ms,
         sandbox: trial.sandbox.clone(),
         steps: trial.steps.clone(),
+        idle_end: trial.idle_end.clone(),
     }
 }
 
@@ -356,5 +385,6 @@ fn restore_trial(saved: &log::SavedTrial) -> Result<Trial, ApplyError> {
         progress_ms: saved.progress_ms,
         sandbox: saved.sandbox.clone(),
         steps: saved.steps.clone(),
+        idle_end: saved.idle_end.clone(),
     })
 }

@@ -5,7 +5,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use evalgrid_domain::ids::{BatchId, KeyId, OrgId, RunId, TrialId};
 use evalgrid_proto::v1;
 
-use crate::queue::Queue;
+use crate::{
+    admission::{Admission, Limits},
+    custody::Sandbox,
+    queue::{Gates, Queue},
+};
 
 /// One trial of one run of one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -145,8 +149,11 @@ pub struct Trial {
     pub phase: Phase,
     /// Fresh sandboxes begun.
     pub attempts: u32,
-    /// Leases since the last recorded step: what a poisonous trial runs up.
+    /// Leases since the last recorded step: what a poisonous trial runs up. Counted when they are granted, so that a worker which the trial
+    /// kills without a word counts, too.
     pub idle_leases: u32,
+    /// How the last of those that are over has ended, for people.
+    pub idle_end: String,
     /// Why earlier attempts were lost.
     pub lost: Vec<String>,
     /// The last durable sign of progress, milliseconds since the epoch.
@@ -189,17 +196,6 @@ pub struct Lease {
     pub incarnation: String,
 }
 
-/// A sandbox in custody: intended or created, and not confirmed destroyed.
-#[derive(Clone, Debug)]
-pub struct Sandbox {
-    /// For which trial.
-    pub trial: TrialKey,
-    /// In whose folder.
-    pub worker_id: String,
-    /// A different boot id proves that its processes are gone.
-    pub boot_id: String,
-}
-
 /// Everything.
 #[derive(Clone, Debug, Default)]
 pub struct State {
@@ -211,6 +207,7 @@ pub struct State {
     pub(crate) leases: BTreeMap<u64, Lease>,
     pub(crate) custody: BTreeMap<String, Sandbox>,
     pub(crate) queue: Queue,
+    pub(crate) admission: Admission,
     /// The newest token given out.
     pub(crate) last_token: u64,
     /// The newest time seen in an event; time never goes back.
@@ -292,21 +289,46 @@ impl State {
         start.expires_ms.is_none_or(|expiry| now_ms < expiry).then_some(start)
     }
 
-    /// The next trial for a worker with a free slot: first one whose sandbox waits in its folder, else one of the organization that was served
-    /// least recently.
-    pub fn next_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64) -> Option<TrialKey> {
-        let Self { queue, batches, .. } = self;
-        queue.next_for(worker_id, providers, now_ms, &|key, ticket| {
-            matches!(
-                batches.get(&key.batch).and_then(|batch| batch.trial(key)),
-                Some(Trial { phase: Phase::Queued { ticket: current, .. }, .. }) if *current == ticket
-            )
-        })
+    /// A sandbox in custody.
+    pub fn sandbox(&self, name: &str) -> Option<&Sandbox> {
+        self.custody.get(name)
     }
 
-    /// When the earliest trial that waits out a delay can be dispatched.
-    pub fn next_delay_ms(&self) -> Option<u64> {
-        self.queue.next_delay_ms()
+    /// Puts the operator's limits in force. Not an event: it changes no fact, only what is dispatched next.
+    pub fn configure(&mut self, limits: Limits) {
+        self.admission.configure(limits);
+    }
+
+    /// The next trial for a worker with a free slot, as far as the limits allow one now: first one whose sandbox waits in its folder, else one of
+    /// the organization whose turn it is.
+    pub fn next_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64) -> Option<TrialKey> {
+        let Self { queue, admission, .. } = self;
+        let gates = Gates {
+            provider: &|name| admission.provider_open(name, now_ms),
+            model_key: &|name| admission.model_open(name, now_ms),
+        };
+        queue.next_for(worker_id, providers, now_ms, &gates)
+    }
+
+    /// When time alone may let a trial be dispatched that cannot be at `now_ms`: a delay is over, or a limit opens.
+    pub fn next_opening_ms(&self, now_ms: u64) -> Option<u64> {
+        let openings = [self.queue.next_delay_ms(now_ms), self.admission.next_opening_ms(now_ms)];
+        openings.into_iter().flatten().min()
+    }
+
+    /// How many trials wait. Counts one by one.
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Sandboxes of a provider: being made, and in custody.
+    pub fn sandbox_counts(&self, provider: &str) -> (usize, usize) {
+        self.admission.counts(provider)
+    }
+
+    /// Trials that run on a model key.
+    pub fn model_holders(&self, model_key: &str) -> usize {
+        self.admission.holders(model_key)
     }
 
     /// Forgets an ended batch whose whole result can be read elsewhere. Not an event: it changes no fact, only where it is read from.

@@ -3,7 +3,10 @@
 use evalgrid_domain::outcome::{self, Distribution};
 use evalgrid_proto::v1::{self, BatchStatus, TrialStatus};
 
-use crate::state::{Batch, BatchPhase, Phase, Trial, TrialKey};
+use crate::{
+    decide,
+    state::{Batch, BatchPhase, Phase, Trial, TrialKey},
+};
 
 /// The whole batch, or only the run at `only`.
 pub fn batch(batch: &Batch, only: Option<u8>) -> v1::Batch {
@@ -126,10 +129,23 @@ fn run(batch: &Batch, position: u8) -> Option<v1::Run> {
                     _ => None,
                 },
                 attempts: trial.attempts,
-                lost_attempts: trial.lost.clone(),
+                lost_attempts: lost_attempts(trial),
             })
             .collect(),
     })
+}
+
+/// Why attempts were lost, and, of a trial that is not over, how its leases keep ending.
+fn lost_attempts(trial: &Trial) -> Vec<String> {
+    let over = trial.idle_leases.saturating_sub(matches!(trial.phase, Phase::Leased { .. }).into());
+    let repeated = (over > 1 && trial.outcome().is_none()).then(|| {
+        let of = decide::MAX_IDLE_LEASES;
+        format!(
+            "{over} leases in a row ended without a recorded step, of at most {of}: {}",
+            trial.idle_end
+        )
+    });
+    trial.lost.iter().cloned().chain(repeated).collect()
 }
 
 /// Counts over settled trials.

@@ -11,7 +11,7 @@ use evalgrid_proto::{
     v1::{self, TrialStatus},
 };
 use evalgrid_workflow::{
-    Event, Kind, Phase, State, TrialKey,
+    Chance, Event, Kind, Listing, Phase, State, TrialKey, admission,
     decide::{self, Holder},
     view,
 };
@@ -66,6 +66,10 @@ impl World {
         }
     }
 
+    fn chance(&mut self) -> Chance {
+        Chance::new(self.rng.random())
+    }
+
     fn worker(&mut self) -> &'static str {
         WORKERS[self.rng.random_range(0..WORKERS.len())]
     }
@@ -84,7 +88,9 @@ impl World {
             0..6 => self.start(),
             6..30 => self.grant(),
             30..60 => self.step(),
-            60..75 => self.result(),
+            60..70 => self.result(),
+            70..73 => self.throttle(),
+            73..75 => self.custody(),
             75..82 => self.fail(),
             82..88 => self.hello(),
             88..91 => self.expire(),
@@ -188,13 +194,15 @@ impl World {
             kind: self.rng.random_range(1..4),
             reason: "it broke".into(),
         };
-        if let Ok(Some(event)) = decide::attempt_failed(&self.state, worker, &failure, 500, self.now_ms) {
+        let mut chance = self.chance();
+        if let Ok(Some(event)) = decide::attempt_failed(&self.state, worker, &failure, &mut chance, self.now_ms) {
             self.commit_all([event]);
         }
     }
 
     fn hello(&mut self) {
         let worker = self.worker();
+        let mut chance = self.chance();
         if self.rng.random_bool(0.5) {
             *self.incarnations.get_mut(worker).unwrap() += 1;
         }
@@ -209,18 +217,25 @@ impl World {
             held,
             sandboxes: self.folders[worker].iter().cloned().collect(),
         };
-        let events = decide::hello_leases(&self.state, &hello, self.now_ms);
+        let events = decide::hello_leases(&self.state, &hello, &mut chance, self.now_ms);
         self.commit_all(events);
         let events = decide::hello_sandboxes(&self.state, &hello, self.now_ms);
         self.commit_all(events);
-        for name in decide::unneeded(&self.state, &hello) {
+        let listing = Listing::Folder {
+            boot_id: &hello.boot_id,
+            names: &hello.sandboxes,
+        };
+        let (unneeded, foreign) = decide::unneeded(&self.state, &listing);
+        assert!(foreign.is_empty(), "every name here is ours: {foreign:?}");
+        for name in unneeded {
             self.folders.get_mut(worker).unwrap().remove(name);
         }
     }
 
     fn expire(&mut self) {
         let worker = self.worker();
-        let events = decide::expire_worker(&self.state, worker, self.now_ms);
+        let mut chance = self.chance();
+        let events = decide::expire_worker(&self.state, worker, &mut chance, self.now_ms);
         self.commit_all(events);
     }
 
@@ -237,6 +252,40 @@ impl World {
         }
     }
 
+    fn throttle(&mut self) {
+        let Some((token, worker)) = self.token() else { return };
+        let throttled = v1::Throttled {
+            token,
+            model_key: admission::model_key(&v1::VariantInfo::default()),
+            retry_after_ms: self.rng.random_range(0..3_000),
+        };
+        let mut chance = self.chance();
+        if let Ok(event) = decide::throttled(&self.state, worker, &throttled, &mut chance, self.now_ms) {
+            self.commit_all([event]);
+        }
+    }
+
+    /// Something is heard of a sandbox, or its worker is asked to destroy it.
+    fn custody(&mut self) {
+        let worker = self.worker();
+        let names: Vec<String> = self.state.custody().map(|(name, _)| name.to_owned()).collect();
+        if names.is_empty() {
+            return;
+        }
+        let name = names[self.rng.random_range(0..names.len())].clone();
+        let event = if self.rng.random_bool(0.5) {
+            let provider_id = format!("id-{}", self.rng.random_range(0..2));
+            let created = v1::CreatedSandbox {
+                sandbox: name,
+                provider_id,
+            };
+            decide::created(&self.state, worker, created, self.now_ms)
+        } else {
+            decide::ask_to_destroy(&self.state, &name, self.now_ms)
+        };
+        self.commit_all(event);
+    }
+
     fn cancel(&mut self) {
         let Some((id, organization)) = self.state.batches().map(|batch| (batch.id, batch.organization)).min() else {
             return;
@@ -247,7 +296,8 @@ impl World {
     }
 
     fn give_up(&mut self) {
-        let events = decide::give_up_absent(&self.state, &|worker| worker == "alpha", 1_000, 500, self.now_ms);
+        let mut chance = self.chance();
+        let events = decide::give_up_absent(&self.state, &|worker| worker == "alpha", 1_000, &mut chance, self.now_ms);
         self.commit_all(events);
     }
 
@@ -325,6 +375,23 @@ fn check_state(state: &State) {
             "a leased sandbox is in custody"
         );
     }
+    // catalogue 39, 40: the holders of every limit are those who live, after whatever has happened.
+    let starting = state.leases().filter(|(_, lease)| {
+        let name = state.trial(lease.trial).and_then(|trial| trial.sandbox.as_deref());
+        name.and_then(|name| state.sandbox(name)).is_some_and(|sandbox| !sandbox.created)
+    });
+    let (starting, living) = (starting.count(), state.custody().count());
+    let (counted_starting, counted_living) = state.sandbox_counts("process");
+    assert_eq!(counted_living, living, "living sandboxes are those in custody");
+    assert_eq!(
+        counted_starting, starting,
+        "who starts a sandbox has a lease, and there is no sign of it yet"
+    );
+    let key = admission::model_key(&v1::VariantInfo::default());
+    assert_eq!(state.model_holders(&key), leased.len(), "holders of a model key are living leases");
+    let queued = state.batches().flat_map(|batch| batch.trials());
+    let queued = queued.filter(|(_, trial)| matches!(trial.phase, Phase::Queued { .. })).count();
+    assert_eq!(state.waiting(), queued, "the queue holds those who wait, each once");
     for batch in state.batches() {
         let open = batch.trials().filter(|(_, trial)| trial.outcome().is_none()).count();
         assert_eq!(open, batch.unsettled as usize, "the count of open trials is right");
@@ -411,10 +478,10 @@ fn run(seed: u64) {
     for _ in 0..60 {
         world.now_ms += 80 * 3_600_000;
         for worker in WORKERS {
-            let events = decide::expire_worker(&world.state, worker, world.now_ms);
+            let events = decide::expire_worker(&world.state, worker, &mut Chance::new(0), world.now_ms);
             world.commit_all(events);
         }
-        let events = decide::give_up_absent(&world.state, &|_| true, 0, 0, world.now_ms);
+        let events = decide::give_up_absent(&world.state, &|_| true, 0, &mut Chance::new(0), world.now_ms);
         world.commit_all(events);
         let events = decide::abandon(&world.state, world.now_ms);
         world.commit_all(events);
