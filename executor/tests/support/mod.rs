@@ -213,6 +213,7 @@ impl Grid {
             adopt: false,
             steps: Vec::new(),
             variables: HashMap::new(),
+            model_key: String::new(),
         }
     }
 
@@ -489,7 +490,11 @@ impl Session {
     }
 
     pub async fn destroy(&mut self, sandbox: &str) {
-        self.send(to_worker::Message::Destroy(Destroy { sandbox: sandbox.into() })).await;
+        self.send(to_worker::Message::Destroy(Destroy {
+            sandbox: sandbox.into(),
+            ..Destroy::default()
+        }))
+        .await;
     }
 
     /// From now on no heartbeat is answered.
