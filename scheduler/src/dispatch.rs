@@ -6,7 +6,11 @@ use evalgrid_proto::{
     log::v1::event::Kind,
     v1::{self, to_worker::Message},
 };
-use evalgrid_workflow::{TrialKey, admission, decide, decide::Holder};
+use evalgrid_workflow::{
+    TrialKey, admission, decide,
+    decide::Holder,
+    faults::{self, Fault},
+};
 
 use crate::engine::Core;
 
@@ -60,7 +64,10 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
         sandbox: trial.sandbox.clone()?,
         provider: variant.provider.clone(),
         adopt,
-        steps: trial.steps.clone(),
+        steps: match faults::active(Fault::StepsDroppedOnAdoption) {
+            true => Vec::new(),
+            false => trial.steps.clone(),
+        },
         // Only the names that the variant's profile declares: the executor looks no further, and sees no more.
         variables: variant
             .variables

@@ -22,7 +22,10 @@ use evalgrid_store::{
     Log, Record, Snapshots,
     log::{MAX_GROUP_BYTES, MAX_GROUP_RECORDS, RECORD_OVERHEAD},
 };
-use evalgrid_workflow::{State, decide};
+use evalgrid_workflow::{
+    State, decide,
+    faults::{self, Fault},
+};
 use prost::Message as _;
 use tokio::sync::watch;
 
@@ -157,7 +160,10 @@ impl Core {
 
     /// Sets the time of this turn; it never goes back behind an event.
     pub fn set_time(&mut self, now_ms: u64, steady_ms: u64) {
-        self.now_ms = now_ms.max(self.state.last_ms());
+        self.now_ms = match faults::active(Fault::TimeGoesBack) {
+            true => now_ms,
+            false => now_ms.max(self.state.last_ms()),
+        };
         self.steady_ms = steady_ms;
     }
 
@@ -456,6 +462,15 @@ fn commit_loop(shared: &Shared, log: &mut dyn Log) {
 
 /// The process cannot go on honestly; the next start replays the log.
 pub(crate) fn fatal(message: &str) -> ! {
+    // The simulator has to survive it, to tell of it.
+    #[cfg(feature = "faults")]
+    panic!("{message}");
+    #[cfg(not(feature = "faults"))]
+    end_process(message)
+}
+
+#[cfg(not(feature = "faults"))]
+fn end_process(message: &str) -> ! {
     tracing::error!("{message}; the process ends, start it again to recover from the log");
     eprintln!("evalgrid: {message}; the process ends, start it again to recover from the log");
     std::process::exit(70)

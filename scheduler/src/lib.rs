@@ -28,6 +28,7 @@ pub mod heart {
     pub use crate::{
         dispatch::{Variables, dispatch},
         engine::Core,
+        read::row_key,
         replica::{FetchPart, Replica},
         sessions::{MAX_OUTBOUND, Outbound},
         snapshot::save,

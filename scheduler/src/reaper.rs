@@ -3,7 +3,7 @@
 //! It looks at what is, not at what has changed, so nothing that was missed is missed for ever. Workers remove the sandboxes of their own
 //! trials without being asked; the reaper is for what crashes, lost messages and stubborn files leave behind.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 use evalgrid_proto::v1::{self, to_worker::Message};
 use evalgrid_workflow::{Chance, Listing, decide};
@@ -24,7 +24,7 @@ const MAX_FOREIGN: usize = 100;
 /// What workers are asked. Not durable: after a restart everybody is asked anew.
 #[derive(Default)]
 pub struct Asks {
-    by_sandbox: HashMap<String, Ask>,
+    by_sandbox: BTreeMap<String, Ask>,
     look_at_ms: u64,
 }
 
@@ -41,7 +41,7 @@ pub fn reap(core: &mut Core, chance: &mut Chance) {
         return;
     }
     core.sessions.asks.look_at_ms = steady_ms + LOOK_EVERY_MS;
-    let unneeded: HashSet<String> = unneeded(core).map(str::to_owned).collect();
+    let unneeded: BTreeSet<String> = unneeded(core).map(str::to_owned).collect();
     core.sessions.asks.by_sandbox.retain(|name, _| unneeded.contains(name));
     for name in unneeded {
         let ask = core.sessions.asks.by_sandbox.entry(name.clone()).or_insert_with(|| Ask {

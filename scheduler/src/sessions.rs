@@ -1,8 +1,9 @@
 //! Workers that are connected now. Not part of the durable state: rebuilt from their greetings.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 use evalgrid_proto::v1::{self, to_worker::Message};
+use evalgrid_workflow::faults::{self, Fault};
 use tokio::sync::mpsc;
 
 use crate::reaper::Asks;
@@ -36,9 +37,10 @@ pub struct Session {
 /// See the module.
 #[derive(Default)]
 pub struct Sessions {
-    by_worker: HashMap<String, Session>,
+    /// Ordered, so that the same history gives out the same leases in every process.
+    by_worker: BTreeMap<String, Session>,
     /// Since when workers that hold something are away, steady milliseconds.
-    absent_since: HashMap<String, u64>,
+    absent_since: BTreeMap<String, u64>,
     last_number: u64,
     /// Sandboxes that workers are asked to destroy.
     pub asks: Asks,
@@ -82,6 +84,7 @@ impl Sessions {
     /// Queues a message. A worker that does not read is cut off.
     pub fn send(&mut self, worker_id: &str, position: u64, message: Message) {
         let Some(session) = self.by_worker.get(worker_id) else { return };
+        let position = if faults::active(Fault::ToldBeforeDurable) { 0 } else { position };
         if session.outbound.try_send((position, message)).is_err() {
             tracing::warn!(worker_id, "the worker does not read what it is sent; its connection is cut");
             let number = session.number;
@@ -129,7 +132,7 @@ impl Sessions {
     }
 
     /// Cuts connections that were silent for a whole lease, and names all workers out of `holders` that have been away as long.
-    pub fn overdue(&mut self, holders: HashSet<String>, lease_ms: u64, steady_ms: u64) -> Vec<String> {
+    pub fn overdue(&mut self, holders: BTreeSet<String>, lease_ms: u64, steady_ms: u64) -> Vec<String> {
         let silent: Vec<(String, u64)> = self
             .by_worker
             .iter()
@@ -142,6 +145,9 @@ impl Sessions {
         self.absent_since.retain(|worker_id, _| holders.contains(worker_id));
         let mut overdue = Vec::new();
         for worker_id in holders {
+            if faults::active(Fault::AbsenceNotCounted) && !self.absent_since.contains_key(&worker_id) {
+                continue;
+            }
             if !self.by_worker.contains_key(&worker_id) {
                 // After recovery nobody has been seen yet: everyone gets one full period.
                 let since = *self.absent_since.entry(worker_id.clone()).or_insert(steady_ms);

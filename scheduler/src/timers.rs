@@ -1,6 +1,6 @@
 //! What time alone brings about: leases that run out, sandboxes nobody comes back to, trials that nothing will end.
 
-use std::{collections::HashSet, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use evalgrid_workflow::{Chance, decide};
 use tokio::sync::watch;
@@ -65,7 +65,7 @@ pub async fn timer_loop(
 /// What has come due by now. `abandoned`: look for abandoned trials, too.
 pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, chance: &mut Chance, abandoned: bool, variables: &Variables) {
     let now_ms = core.now_ms();
-    let holders: HashSet<String> = core.state.leases().map(|(_, lease)| lease.worker_id.clone()).collect();
+    let holders: BTreeSet<String> = core.state.leases().map(|(_, lease)| lease.worker_id.clone()).collect();
     let steady_ms = core.steady_ms();
     for worker_id in core.sessions.overdue(holders, lease_ms, steady_ms) {
         tracing::warn!(

@@ -11,6 +11,7 @@ use evalgrid_proto::{
     v1,
 };
 
+use crate::faults::{self, Fault};
 use crate::state::{Batch, BatchPhase, IdempotentStart, Key, Organization, Phase, Run, State, Trial, TrialKey};
 
 /// An event that cannot happen in this state.
@@ -274,7 +275,7 @@ impl State {
         let Some(batch) = self.batches.get_mut(&id) else {
             return illegal("a batch ends that is not there");
         };
-        if batch.unsettled != 0 || batch.phase != BatchPhase::Running {
+        if (batch.unsettled != 0 && !faults::active(Fault::BatchEndsEarly)) || batch.phase != BatchPhase::Running {
             return illegal("a batch ends that has trials without a verdict, or has ended before");
         }
         batch.phase = BatchPhase::Ended {
@@ -287,6 +288,9 @@ impl State {
             return illegal("a batch of no organization");
         };
         organization.running.remove(&id);
+        if faults::active(Fault::SlotReleasedTwice) {
+            organization.running.pop_first();
+        }
         if let Some(key) = &batch.idempotency_key
             && let Some(start) = organization.idempotency.get_mut(key)
         {

@@ -16,6 +16,7 @@ use crate::{
     apply::trial_ref,
     chance::Chance,
     custody::sandbox_name,
+    faults::{self, Fault},
     state::{Batch, BatchPhase, Phase, State, TrialKey},
 };
 
@@ -184,7 +185,11 @@ pub fn catch_up(state: &State, now_ms: u64) -> Vec<Event> {
 }
 
 fn ending(batch: &Batch, now_ms: u64) -> Option<Event> {
-    if batch.unsettled != 0 || batch.phase != BatchPhase::Running {
+    let open = match faults::active(Fault::BatchEndsEarly) {
+        true => batch.unsettled > 1,
+        false => batch.unsettled != 0,
+    };
+    if open || batch.phase != BatchPhase::Running {
         return None;
     }
     let cancelled = batch
@@ -354,6 +359,7 @@ pub fn hello_leases(state: &State, hello: &v1::Hello, chance: &mut Chance, now_m
     let ended = ours.filter_map(|(token, lease)| {
         let why = match (lease.incarnation == hello.incarnation, hello.held.contains(&token)) {
             (false, _) => Why::WorkerReplaced,
+            (true, false) if faults::active(Fault::LostLeaseKept) => return None,
             (true, false) => Why::NotDelivered,
             (true, true) => return None,
         };
@@ -382,8 +388,19 @@ fn fruitless_delay_ms(in_a_row: u32, chance: &mut Chance) -> u64 {
 /// No sign of a worker for a whole lease: its trials wait for it, or for whoever takes its folder over.
 pub fn expire_worker(state: &State, worker_id: &str, chance: &mut Chance, now_ms: u64) -> Vec<Event> {
     let ours = state.leases().filter(|(_, lease)| lease.worker_id == worker_id);
-    ours.map(|(token, lease)| fruitless(state, token, lease.trial, Why::LeaseExpired, chance, now_ms))
-        .collect()
+    let ended = ours.map(|(token, lease)| fruitless(state, token, lease.trial, Why::LeaseExpired, chance, now_ms));
+    let mut events: Vec<Event> = ended.collect();
+    if faults::active(Fault::DestroyedUnasked) {
+        let theirs = state.custody().filter(|(_, sandbox)| sandbox.worker_id == worker_id);
+        events.extend(theirs.map(|(name, _)| {
+            let gone = log::SandboxDestroyed {
+                sandbox: name.to_owned(),
+                worker_id: worker_id.to_owned(),
+            };
+            event(now_ms, Kind::SandboxDestroyed(gone))
+        }));
+    }
+    events
 }
 
 /// Trials whose sandbox lies with a worker that stayed away past the grace: they start over elsewhere. The sandbox stays in custody.

@@ -13,6 +13,7 @@ use crate::{
     admission::model_key,
     apply::{ApplyError, illegal, trial_key},
     custody::{GONE_ON_RETURN, Sandbox},
+    faults::{self, Fault},
     queue::Wait,
     state::{Lease, Phase, State, Trial, TrialKey},
 };
@@ -124,7 +125,17 @@ impl State {
             // With this one still among the holders: they were too many together.
             self.admission.throttled(&model_key, ended.throttled_until_ms, at_ms);
         }
-        self.end_lease(ended.token);
+        if faults::active(Fault::ExpiryForgetsCustody)
+            && why == Why::LeaseExpired
+            && let Some(name) = self.trial(key).and_then(|trial| trial.sandbox.clone())
+        {
+            self.custody.remove(&name);
+            self.end_lease(ended.token);
+            return self.wait_again(key, true, &ended.reason, ended.not_before_ms, at_ms);
+        }
+        if !faults::active(Fault::OldLeaseLives) {
+            self.end_lease(ended.token);
+        }
         if let Some(trial) = self.trial_mut(key) {
             match why {
                 // These are orderly ends: the worker has told of them, so the trial did not kill it.

@@ -9,6 +9,7 @@ mod apply;
 mod chance;
 pub mod custody;
 pub mod decide;
+pub mod faults;
 mod lease;
 mod queue;
 mod snapshot;

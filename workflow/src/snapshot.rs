@@ -11,6 +11,7 @@ use crate::{
     admission::Cut,
     apply::{ApplyError, batch_id, illegal, organization_id, trial_key, trial_ref},
     custody::Sandbox,
+    faults::{self, Fault},
     state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, State, Trial},
 };
 
@@ -18,9 +19,6 @@ impl State {
     /// Everything, for a snapshot.
     pub fn save(&self) -> log::StateSnapshot {
         let hashes: HashMap<_, _> = self.keys_by_hash.iter().map(|(hash, id)| (*id, *hash)).collect();
-        let mut batches: Vec<_> = self.batches.values().collect();
-        // In the order of their ids: the same state is the same bytes.
-        batches.sort_unstable_by_key(|batch| batch.id);
         log::StateSnapshot {
             last_ms: self.last_ms,
             last_token: self.last_token,
@@ -30,7 +28,7 @@ impl State {
                 .values()
                 .map(|key| save_key(key, hashes.get(&key.id).copied().unwrap_or_default()))
                 .collect(),
-            batches: batches.into_iter().map(|batch| self.save_batch(batch)).collect(),
+            batches: self.batches.values().map(|batch| self.save_batch(batch)).collect(),
             leases: self.leases().map(|(token, lease)| save_lease(token, lease)).collect(),
             sandboxes: self.custody().map(|(name, sandbox)| save_sandbox(name, sandbox)).collect(),
             // The owner's: it knows what has left memory.
@@ -46,7 +44,10 @@ impl State {
     pub fn restore(saved: &log::StateSnapshot) -> Result<State, ApplyError> {
         let mut state = State {
             last_ms: saved.last_ms,
-            last_token: saved.last_token,
+            last_token: match faults::active(Fault::TokensReused) {
+                true => saved.last_token.saturating_sub(3),
+                false => saved.last_token,
+            },
             ..State::default()
         };
         for organization in &saved.organizations {
@@ -166,7 +167,7 @@ impl State {
             idempotency: HashMap::new(),
             idempotency_expiry: BTreeSet::new(),
         };
-        for start in &saved.starts {
+        for start in saved.starts.iter().filter(|_| !faults::active(Fault::KeysForgotten)) {
             let restored = IdempotentStart {
                 request_hash: start.request_hash.clone(),
                 batch: batch_id(&start.batch)?,

@@ -203,7 +203,8 @@ pub struct State {
     pub(crate) slugs: BTreeMap<String, OrgId>,
     pub(crate) keys: BTreeMap<KeyId, Key>,
     pub(crate) keys_by_hash: HashMap<[u8; 32], KeyId>,
-    pub(crate) batches: HashMap<BatchId, Batch>,
+    /// Ordered, as everything that is walked: the same state decides the same in every process.
+    pub(crate) batches: BTreeMap<BatchId, Batch>,
     pub(crate) leases: BTreeMap<u64, Lease>,
     pub(crate) custody: BTreeMap<String, Sandbox>,
     pub(crate) queue: Queue,
