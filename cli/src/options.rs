@@ -138,6 +138,47 @@ impl SchedulerFlags {
     }
 }
 
+/// Several schedulers, of which one is active, over a log in Redis.
+#[derive(Args, Debug)]
+pub(crate) struct CellFlags {
+    /// The Redis that holds the log, for several schedulers of which one is active; by default the log is in --data and there is one scheduler. Also redis-sentinel://HOST:PORT,…/NAME and redis-cluster://HOST:PORT,…. Example: --store redis://10.0.0.9:6379
+    #[arg(long, value_name = "URL")]
+    pub(crate) store: Option<String>,
+    /// The name of the cell in that Redis: schedulers of one cell share it. Example: --cell-name eu-1
+    #[arg(long, value_name = "NAME", default_value = "main")]
+    pub(crate) cell_name: String,
+    /// How the others reach this scheduler; by default its --grpc address. Example: --advertise http://10.0.0.5:8701
+    #[arg(long, value_name = "URL")]
+    pub(crate) advertise: Option<String>,
+    /// The folder of evidence and results; by default in --data. With --store it must be one that all schedulers of the cell share. Example: --objects /mnt/shared/evalgrid
+    #[arg(long, value_name = "DIR")]
+    pub(crate) objects: Option<PathBuf>,
+    /// How long the active scheduler may be silent before a standby takes over; the same for the whole cell. Example: --redis-lease 5s
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = duration)]
+    pub(crate) redis_lease: Duration,
+    /// Replicas of the Redis that must have a record before it is acknowledged. Example: --redis-replicas 1
+    #[arg(long, value_name = "N", default_value = "0", value_parser = clap::value_parser!(u32).range(0..=16))]
+    pub(crate) redis_replicas: u32,
+    /// Put up with appendfsync everysec, which can lose two seconds of acknowledged records. Example: --redis-allow-everysec
+    #[arg(
+        long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+        action = ArgAction::Set, value_parser = BoolishValueParser::new()
+    )]
+    pub(crate) redis_allow_everysec: bool,
+    /// Vouch for a managed Redis that does not show its settings: it has an append-only file, always synced, and evicts nothing. Example: --redis-assume-durable
+    #[arg(
+        long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+        action = ArgAction::Set, value_parser = BoolishValueParser::new()
+    )]
+    pub(crate) redis_assume_durable: bool,
+    /// The workers' token; by default it is made up and kept in --data. The same for the whole cell. Better given as a variable. Example: EVALGRID_WORKER_TOKEN=…
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) worker_token: Option<String>,
+    /// The operator's token; by default it is made up and kept in --data. The same for the whole cell. Better given as a variable. Example: EVALGRID_ADMIN_TOKEN=…
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) admin_token: Option<String>,
+}
+
 #[derive(Args, Debug)]
 pub(crate) struct ExecutorFlags {
     /// How many trials run at once; by default 4 per processor, at least 4. Example: --slots 16
@@ -194,6 +235,8 @@ pub(crate) struct SchedulerRole {
     pub(crate) grpc: GrpcListen,
     #[command(flatten)]
     pub(crate) scheduler: SchedulerFlags,
+    #[command(flatten)]
+    pub(crate) cell: CellFlags,
 }
 
 #[derive(Args, Debug)]

@@ -11,8 +11,11 @@ use std::{
 use evalgrid_api::ApiOptions;
 use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
-use evalgrid_scheduler::{OpenError, Scheduler, SchedulerOptions};
-use evalgrid_store::{IndexError, LogError};
+use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
+use evalgrid_store::{
+    IndexError, LogError,
+    redis::{RedisOptions, RedisUrlError},
+};
 use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
 
 use crate::{Failure, client, options, output, stop};
@@ -86,7 +89,17 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
     let stopped = stop::on_signal()?;
     let listener = listen(options.grpc.grpc, "--grpc").await?;
     let address = local(&listener)?;
-    let scheduler = open(&options.data.data, &options.scheduler, &["bubblewrap"]).await?;
+    let cell = cell(&options.cell, &url(address))?;
+    let shared = cell.is_some();
+    let scheduler = open(&options.data.data, &options.scheduler, &["bubblewrap"], |choices| {
+        choices.objects = options.cell.objects.as_deref().map(absolute);
+        choices.cell = cell;
+        choices.tokens = Tokens {
+            admin: options.cell.admin_token.clone(),
+            worker: options.cell.worker_token.clone(),
+        };
+    })
+    .await?;
     let data = absolute(&options.data.data);
     let mut text = format!("The scheduler runs.\n  gRPC  {}\n  data  {}\n", url(address), data.display());
     if let Some(key) = scheduler.first_key() {
@@ -95,9 +108,15 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
             data.join("api-key").display()
         ));
     }
+    let token = match (shared, &options.cell.worker_token) {
+        (false, None) => format!("$(cat {})", data.join("worker-token").display()),
+        _ => "…".to_owned(),
+    };
+    if shared {
+        text.push_str(&format!("  log   in Redis, cell {}\n", options.cell.cell_name));
+    }
     text.push_str(&format!(
-        "Next:\n  EVALGRID_WORKER_TOKEN=$(cat {}) {} executor --scheduler {}\n",
-        data.join("worker-token").display(),
+        "Next:\n  EVALGRID_WORKER_TOKEN={token} {} executor --scheduler {}\n",
         output::program(),
         url(address)
     ));
@@ -165,7 +184,7 @@ impl All {
             (false, _) => &["process"],
         };
         let (grpc_url, http_url) = (url(local(&grpc)?), url(local(&http)?));
-        let opened = open(data, scheduler, providers).await?;
+        let opened = open(data, scheduler, providers, |_| ()).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
         let executor = executor_options(data.join(WORK), grpc_url.clone(), token, executor, policy)?;
@@ -248,8 +267,14 @@ impl All {
     }
 }
 
-async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) -> Result<Scheduler, Failure> {
-    let options = SchedulerOptions {
+/// Opens a scheduler; `choose` changes what the flags for all schedulers do not say.
+async fn open(
+    data: &Path,
+    flags: &options::SchedulerFlags,
+    providers: &[&str],
+    choose: impl FnOnce(&mut SchedulerOptions),
+) -> Result<Scheduler, Failure> {
+    let mut options = SchedulerOptions {
         data: data.to_owned(),
         lease: flags.lease,
         sandbox_map: sandbox_map(&flags.sandbox_map, providers),
@@ -266,6 +291,11 @@ async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) 
             format!("another server uses {} already", data.display()),
             "Stop that one first, or name another folder with --data.",
         ),
+        OpenError::Redis(error) => Failure::new(
+            format!("the log's Redis cannot be used: {error}"),
+            "Check --store, and that server's settings.",
+        ),
+        error @ OpenError::NotShared(_) => Failure::usage(error.to_string(), "docs/redis.md shows a whole cell."),
         error => Failure::new(
             error.to_string(),
             "Check the data folder (--data): the server must be able to read and write there.",
@@ -273,6 +303,25 @@ async fn open(data: &Path, flags: &options::SchedulerFlags, providers: &[&str]) 
     })?;
     tracing::info!("{}", scheduler.recovery());
     Ok(scheduler)
+}
+
+/// The cell that the flags name, if they do.
+fn cell(flags: &options::CellFlags, address: &str) -> Result<Option<CellOptions>, Failure> {
+    let Some(store) = &flags.store else { return Ok(None) };
+    let url = store
+        .parse()
+        .map_err(|error: RedisUrlError| Failure::usage(format!("--store: {error}"), "Example: --store redis://10.0.0.9:6379"))?;
+    Ok(Some(CellOptions {
+        url,
+        cell: flags.cell_name.clone(),
+        redis: RedisOptions {
+            assume_durable: flags.redis_assume_durable,
+            allow_everysec: flags.redis_allow_everysec,
+            replicas: flags.redis_replicas,
+            lease: flags.redis_lease,
+        },
+        advertise: flags.advertise.clone().unwrap_or_else(|| address.to_owned()),
+    }))
 }
 
 /// Names that requests may use: each provider's own, and `e2b`, which a request gets that names none and which the first provider runs.

@@ -46,6 +46,8 @@ pub trait Tenure: Send + Sync {
     fn holds(&self) -> bool;
     /// Returns once it no longer does.
     async fn lost(&self);
+    /// Gives it up, so that another can act at once. Blocking.
+    fn release(&self);
 }
 
 /// The right that comes with the lock on a folder: the kernel takes it back when the process ends, never before.
@@ -60,6 +62,8 @@ impl Tenure for LockHeld {
     async fn lost(&self) {
         std::future::pending().await
     }
+
+    fn release(&self) {}
 }
 
 /// What to do once the log takes nothing more.

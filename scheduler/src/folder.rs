@@ -22,6 +22,22 @@ pub struct FolderError {
     source: io::Error,
 }
 
+/// Tokens that the operator has chosen, the same for every scheduler of a cell. Those that are not given are made up and kept.
+#[derive(Clone, Default)]
+pub struct Tokens {
+    /// The operator's.
+    pub admin: Option<String>,
+    /// The workers'.
+    pub worker: Option<String>,
+}
+
+impl std::fmt::Debug for Tokens {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let given = |token: &Option<String>| if token.is_some() { "given" } else { "kept" };
+        write!(f, "Tokens {{ admin: {}, worker: {} }}", given(&self.admin), given(&self.worker))
+    }
+}
+
 /// An open data folder.
 pub struct Folder {
     path: PathBuf,
@@ -30,8 +46,8 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Creates what is missing.
-    pub fn open(path: &Path, world: &dyn World) -> Result<Folder, FolderError> {
+    /// Creates what is missing. A token that is given is used, and none is kept.
+    pub fn open(path: &Path, tokens: &Tokens, world: &dyn World) -> Result<Folder, FolderError> {
         let at = |source| FolderError {
             path: path.to_owned(),
             source,
@@ -39,8 +55,8 @@ impl Folder {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at)?;
         Ok(Folder {
             path: path.to_owned(),
-            admin_token: read_or_create(&path.join(ADMIN_TOKEN), world)?,
-            worker_token: read_or_create(&path.join(WORKER_TOKEN), world)?,
+            admin_token: given_or_kept(tokens.admin.as_deref(), &path.join(ADMIN_TOKEN), world)?,
+            worker_token: given_or_kept(tokens.worker.as_deref(), &path.join(WORKER_TOKEN), world)?,
         })
     }
 
@@ -63,6 +79,10 @@ impl Folder {
     pub fn write_secret(&self, name: &str, secret: &str) -> Result<(), FolderError> {
         write(&self.path.join(name), secret)
     }
+}
+
+fn given_or_kept(given: Option<&str>, path: &Path, world: &dyn World) -> Result<String, FolderError> {
+    given.map_or_else(|| read_or_create(path, world), |token| Ok(token.to_owned()))
 }
 
 fn read_or_create(path: &Path, world: &dyn World) -> Result<String, FolderError> {

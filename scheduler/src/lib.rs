@@ -19,6 +19,7 @@ mod recovery;
 mod replica;
 mod sessions;
 mod snapshot;
+mod standby;
 mod term;
 mod timers;
 mod workers;
@@ -39,19 +40,22 @@ pub mod heart {
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
-use evalgrid_store::{Index, Objects, StoredObjects};
+use evalgrid_store::{Objects, SledIndex, StoredObjects};
 use tokio::{net::TcpListener, sync::watch};
 use tonic::transport::{Server, server::TcpIncoming};
 
 pub use evalgrid_workflow::{Limits, ProviderLimits, admission::MAX_CREATE_BURST};
-pub use folder::FolderError;
+pub use folder::{FolderError, Tokens};
 pub use recovery::{OpenError, RebuildError, RecoverySummary, rebuild_index};
+pub use standby::CellOptions;
 
 use crate::{
     clock::Machine,
     engine::{LockHeld, OnLogFailure},
     folder::Folder,
     gate::Gate,
+    replica::FetchPart,
+    standby::Cell,
     term::{Ended, Ground, LAST_COMMIT_DEADLINE, Term},
 };
 
@@ -75,6 +79,12 @@ pub struct SchedulerOptions {
     pub affinity_grace: Duration,
     /// Values of variables that profiles may name.
     pub environment: BTreeMap<String, String>,
+    /// The cell's log in Redis; None: in the data folder, which then holds everything.
+    pub cell: Option<CellOptions>,
+    /// The folder of the objects; None: in the data folder. All schedulers of a cell share it.
+    pub objects: Option<PathBuf>,
+    /// Tokens that the operator has chosen.
+    pub tokens: Tokens,
     /// A snapshot is taken whenever this many bytes of log have gathered; [`SNAPSHOT_BYTES`] unless there is a reason.
     pub snapshot_bytes: u64,
     /// How much may run at once, per provider account and per model key.
@@ -90,78 +100,157 @@ pub enum ServeError {
     /// The descriptors for reflection.
     #[error("gRPC reflection could not be set up: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
+    /// The log could not be followed, or the cell not be taken over.
+    #[error(transparent)]
+    Follow(#[from] OpenError),
     /// The last records did not become durable in time.
     #[error("the log did not finish its last group within {LAST_COMMIT_DEADLINE:?}")]
     LastCommit,
 }
 
-/// A recovered scheduler that does not serve yet.
+/// A scheduler that does not serve yet.
 pub struct Scheduler {
     options: SchedulerOptions,
     support: evalgrid_domain::request::Support,
     folder: Folder,
-    term: Term,
-    recovery: RecoverySummary,
+    objects: Arc<dyn Objects>,
+    fetch: FetchPart,
+    role: Role,
+    recovery: Option<RecoverySummary>,
     first_key: Option<String>,
 }
 
+/// What this process is to its cell.
+enum Role {
+    /// The only scheduler there can be: it has the folder's lock.
+    Only(Box<Term>),
+    /// One of several, in turns.
+    OneOf(Arc<Cell>, Arc<SledIndex>),
+}
+
 impl Scheduler {
-    /// Opens the data folder, recovers, and on the very first start creates the organization `default` and its key.
+    /// Opens the data folder and recovers; on the very first start it creates the organization `default` and its key. With a log in Redis it
+    /// connects, and does the rest once it is the active scheduler.
     pub async fn open(options: SchedulerOptions) -> Result<Scheduler, OpenError> {
         let support = recovery::support(&options.sandbox_map)?;
         let world = Machine::shared();
-        let folder = Folder::open(&options.data, world.as_ref())?;
-        let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&folder.path().join("objects"))?);
+        let folder = Folder::open(&options.data, &options.tokens, world.as_ref())?;
+        let place = options.objects.clone().unwrap_or_else(|| folder.path().join("objects"));
+        let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&place)?);
         let fetch = snapshot::fetch_parts(objects.clone(), tokio::runtime::Handle::current());
-        let data = folder.path().to_owned();
-        let snapshot_bytes = options.snapshot_bytes;
-        let recovered = tokio::task::spawn_blocking(move || recovery::recover(&data, snapshot_bytes, &fetch))
-            .await
-            .map_err(|_| OpenError::Stopped)??;
-        let ground = Ground {
-            core: recovered.core,
-            log: Box::new(recovered.log),
-            tenure: Arc::new(LockHeld),
-            on_failure: OnLogFailure::EndProcess,
+        let (role, recovery, first_key) = match &options.cell {
+            None => {
+                let (data, bytes, fetch) = (folder.path().to_owned(), options.snapshot_bytes, fetch.clone());
+                let recovered = blocking(move || recovery::recover(&data, bytes, &fetch)).await?;
+                let ground = Ground {
+                    core: recovered.core,
+                    log: Box::new(recovered.log),
+                    tenure: Arc::new(LockHeld),
+                    on_failure: OnLogFailure::EndProcess,
+                };
+                let (term, first_key) = Term::begin(ground, recovered.index, objects.clone(), &folder, world, options.limits.clone()).await?;
+                (Role::Only(Box::new(term)), Some(recovered.summary), first_key)
+            }
+            Some(cell) => {
+                check_shared(&options)?;
+                let (cell, data) = (cell.clone(), folder.path().join("index"));
+                let opened = blocking(move || Ok((Cell::connect(cell)?, SledIndex::open(&data)?.0)));
+                let (cell, index) = opened.await?;
+                (Role::OneOf(Arc::new(cell), Arc::new(index)), None, None)
+            }
         };
-        let index: Arc<dyn Index> = recovered.index;
-        let (term, first_key) = Term::begin(ground, index, objects, &folder, world, options.limits.clone()).await?;
         Ok(Scheduler {
             options,
             support,
             folder,
-            term,
-            recovery: recovered.summary,
+            objects,
+            fetch,
+            role,
+            recovery,
             first_key,
         })
     }
 
-    /// The secret of the first key, on the very first start only.
+    /// The secret of the first key, on the very first start only, and only of a scheduler that is alone.
     pub fn first_key(&self) -> Option<&str> {
         self.first_key.as_deref()
     }
 
-    /// What was found in the data folder.
-    pub fn recovery(&self) -> &RecoverySummary {
-        &self.recovery
+    /// What was found in the data folder, or what the cell's Redis keeps.
+    pub fn recovery(&self) -> String {
+        match (&self.recovery, &self.role) {
+            (Some(summary), _) => summary.to_string(),
+            (None, Role::OneOf(cell, _)) => cell.durability(),
+            (None, Role::Only(_)) => String::new(),
+        }
     }
 
     /// Serves gRPC until `shutdown` says so; then everything acknowledged is durable.
     pub async fn serve(self, listener: TcpListener, shutdown: watch::Receiver<bool>) -> Result<(), ServeError> {
+        let Scheduler {
+            options,
+            support,
+            folder,
+            objects,
+            fetch,
+            role,
+            ..
+        } = self;
         let (gate, routes) = Gate::new().await?;
         let (drained, until_drained) = watch::channel(false);
         let server = tokio::spawn(front(routes, listener, shutdown.clone(), drained));
-        let served = self
-            .term
-            .serve(&self.options, self.support, &self.folder, &gate, shutdown, until_drained)
-            .await;
-        match served? {
-            Ended::Stopped => {}
-            // The lock on a folder is never lost.
-            Ended::SteppedDown => return Err(ServeError::LastCommit),
+        let serve = async |term: Term| {
+            term.serve(&options, support.clone(), &folder, &gate, shutdown.clone(), until_drained.clone())
+                .await
+        };
+        match role {
+            Role::Only(term) => {
+                serve(*term).await?;
+            }
+            Role::OneOf(cell, index) => loop {
+                let (follow, rows, parts) = (cell.clone(), index.clone(), fetch.clone());
+                let (door, stop) = (gate.clone(), shutdown.clone());
+                let Some(ground) = blocking(move || follow.follow(&rows, &parts, &door, &stop)).await? else {
+                    break;
+                };
+                let world = Machine::shared();
+                let (term, first_key) = match Term::begin(ground, index.clone(), objects.clone(), &folder, world, options.limits.clone()).await {
+                    Ok(begun) => begun,
+                    // Deposed before it began.
+                    Err(OpenError::Stopped) => continue,
+                    Err(error) => return Err(error.into()),
+                };
+                if first_key.is_some() {
+                    let file = folder.path().join(folder::API_KEY);
+                    tracing::info!("the cell is new; its first API key is kept in {}", file.display());
+                }
+                match serve(term).await? {
+                    Ended::Stopped => break,
+                    Ended::SteppedDown => tracing::warn!("this scheduler has stepped down and follows"),
+                }
+            },
         }
         server.await.map_err(|_| ServeError::LastCommit)?
     }
+}
+
+/// What all schedulers of a cell must have in common.
+fn check_shared(options: &SchedulerOptions) -> Result<(), OpenError> {
+    if options.objects.is_none() {
+        return Err(OpenError::NotShared(
+            "with a log in Redis the objects must lie where every scheduler of the cell finds them: name the place with --objects",
+        ));
+    }
+    if options.tokens.admin.is_none() || options.tokens.worker.is_none() {
+        return Err(OpenError::NotShared(
+            "with a log in Redis every scheduler of the cell must know the same tokens: set EVALGRID_ADMIN_TOKEN and EVALGRID_WORKER_TOKEN",
+        ));
+    }
+    Ok(())
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, OpenError> + Send + 'static) -> Result<T, OpenError> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| OpenError::Stopped)?
 }
 
 /// The server itself, from now until `shutdown`; `drained` tells that no call is open any more, or has been for too long.

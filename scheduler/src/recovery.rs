@@ -9,7 +9,7 @@ use std::{
 };
 
 use evalgrid_domain::request::{Sandbox, Support};
-use evalgrid_store::log::MAX_GROUP_BYTES;
+use evalgrid_store::{log::MAX_GROUP_BYTES, redis::RedisError};
 use evalgrid_store::{
     FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects,
 };
@@ -40,6 +40,15 @@ pub enum OpenError {
     /// An index of another log could not be made anew.
     #[error("the index belongs to another log and could not be made anew: {0}")]
     Rebuild(#[from] RebuildError),
+    /// The cell's Redis.
+    #[error(transparent)]
+    Redis(#[from] RedisError),
+    /// The archive, or the index that is made from it.
+    #[error("the index could not be made from the archive: {0}")]
+    Archive(evalgrid_store::log::BoxError),
+    /// Something that all schedulers of a cell must share was not named.
+    #[error("{0}")]
+    NotShared(&'static str),
     /// The map of sandbox names.
     #[error("the sandbox map: {0:?} is no sandbox; known are {1}")]
     Sandbox(String, String),
@@ -126,7 +135,7 @@ fn replay(data: &Path, snapshot_bytes: u64, fetch: &FetchPart) -> Result<Recover
         Opened::Replaced { moved_to, .. } => Some(moved_to),
         Opened::Existing | Opened::Fresh => None,
     };
-    let core = replica.into_core()?;
+    let core = replica.to_core()?;
     let running = core.state.batches().filter(|batch| batch.phase == BatchPhase::Running).count();
     let summary = RecoverySummary {
         log: recovery,

@@ -106,15 +106,27 @@ impl Replica {
         Ok(())
     }
 
-    /// What an active scheduler goes on with.
-    pub fn into_core(mut self) -> Result<Core, IndexError> {
+    /// Makes the index that of the log named `origin`: where it came from another one, its rows may tell what never happened, and are made
+    /// anew from the archive.
+    pub fn claim_index(&mut self, origin: &str) -> Result<(), BoxError> {
+        self.flush()?;
+        if self.index.origin()?.as_deref() == Some(origin) {
+            return Ok(());
+        }
+        self.index.reset(origin)?;
+        self.reflected = 0;
+        self.fill(self.position)
+    }
+
+    /// What an active scheduler goes on with. Nothing is left here.
+    pub fn to_core(&mut self) -> Result<Core, IndexError> {
         self.flush()?;
         let ended = self.state.batches().filter(|batch| batch.phase != BatchPhase::Running);
         let ended = ended.map(|batch| batch.id).collect();
-        let mut core = Core::new(self.state, self.sequences, self.position);
+        let mut core = Core::new(std::mem::take(&mut self.state), std::mem::take(&mut self.sequences), self.position);
         core.ended = ended;
-        core.archived = self.archived;
-        core.archive = self.archive;
+        core.archived = std::mem::take(&mut self.archived);
+        core.archive = self.archive.take();
         Ok(core)
     }
 

@@ -85,7 +85,15 @@ impl Term {
             let events = decide::catch_up(&core.state, core.now_ms());
             core.commit_all(events);
         });
-        let first_key = first_start(&engine, folder).await?;
+        let first_key = match first_start(&engine, folder).await {
+            Ok(first_key) => first_key,
+            Err(error) => {
+                engine.stop();
+                // It ends soon, and lets go of the log and of the right to it.
+                drop(tokio::task::spawn_blocking(move || committer.join()));
+                return Err(error);
+            }
+        };
         let term = Term {
             engine,
             committer,
@@ -135,8 +143,12 @@ impl Term {
         // Whatever they do not get done is done at the next start.
         let _ = tokio::time::timeout(DRAIN_DEADLINE, async { tokio::join!(archiver, snapshots) }).await;
         engine.stop();
-        let ended_committer: JoinHandle<_> = tokio::task::spawn_blocking(move || committer.join());
-        match tokio::time::timeout(LAST_COMMIT_DEADLINE, ended_committer).await {
+        let last: JoinHandle<_> = tokio::task::spawn_blocking(move || {
+            committer.join()?;
+            tenure.release();
+            Ok::<_, Box<dyn std::any::Any + Send>>(())
+        });
+        match tokio::time::timeout(LAST_COMMIT_DEADLINE, last).await {
             Ok(Ok(Ok(()))) => Ok(ended),
             _ => Err(ServeError::LastCommit),
         }
@@ -199,6 +211,9 @@ async fn first_start(engine: &Engine, folder: &Folder) -> Result<Option<String>,
     let secret = admin::new_secret(engine.world());
     folder.write_secret(folder::API_KEY, &secret)?;
     let created = admin::create_key(engine, "default", "first key", Vec::new(), &secret).await;
-    created.map_err(|status| OpenError::FirstKey(status.message().to_owned()))?;
+    created.map_err(|status| match status.code() {
+        tonic::Code::Unavailable => OpenError::Stopped,
+        _ => OpenError::FirstKey(status.message().to_owned()),
+    })?;
     Ok(Some(secret))
 }

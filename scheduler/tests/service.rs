@@ -40,6 +40,9 @@ impl Server {
             sandbox_map,
             affinity_grace,
             environment,
+            cell: None,
+            objects: None,
+            tokens: Default::default(),
             snapshot_bytes: evalgrid_scheduler::SNAPSHOT_BYTES,
             limits: Default::default(),
         };

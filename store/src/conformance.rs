@@ -83,6 +83,17 @@ fn check_index(index: &dyn Index) {
         .unwrap();
     assert_eq!(index.scan(&[255], None, 9).unwrap().len(), 1);
     index.sync().unwrap();
+
+    assert_eq!(index.origin().unwrap(), None);
+    index.reset("another log").unwrap();
+    assert_eq!(
+        (index.position().unwrap(), index.origin().unwrap().as_deref()),
+        (0, Some("another log"))
+    );
+    assert!(index.scan(b"", None, 10).unwrap().is_empty(), "a reset forgets every row");
+    index.apply(1, &[(b"first".to_vec(), Some(b"again".to_vec()))]).unwrap();
+    assert_eq!(index.get(b"first").unwrap().as_deref(), Some(b"again".as_slice()), "and begins anew");
+    assert_eq!(index.origin().unwrap().as_deref(), Some("another log"));
 }
 
 fn sled_at(dir: &TempDir) -> (SledIndex, Opened) {

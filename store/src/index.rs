@@ -39,6 +39,13 @@ pub trait Index: Send + Sync {
 
     /// Makes everything that was applied durable.
     fn sync(&self) -> Result<(), IndexError>;
+
+    /// Which log the rows came from, as [`Index::reset`] was told; None in a new index.
+    fn origin(&self) -> Result<Option<String>, IndexError>;
+
+    /// Forgets every row and the position: the log that they came from is no more, another one is. An interrupted reset leaves an index
+    /// without an origin.
+    fn reset(&self, origin: &str) -> Result<(), IndexError>;
 }
 
 /// Why the index did not do what was asked.

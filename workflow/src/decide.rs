@@ -229,7 +229,7 @@ pub fn grant(state: &State, key: TrialKey, holder: Holder<'_>, now_ms: u64) -> V
         );
         return vec![settled(key, 0, void(&outcome::failure_text(&text), batch, key), now_ms)];
     }
-    let token = state.last_token + 1;
+    let token = state.last_token.max(state.token_floor) + 1;
     let adopt = trial.sandbox.is_some();
     let sandbox = trial.sandbox.clone().unwrap_or_else(|| sandbox_name(key, token));
     vec![event(

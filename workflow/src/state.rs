@@ -211,6 +211,8 @@ pub struct State {
     pub(crate) admission: Admission,
     /// The newest token given out.
     pub(crate) last_token: u64,
+    /// Tokens up to this one may have been given out by a history that was lost.
+    pub(crate) token_floor: u64,
     /// The newest time seen in an event; time never goes back.
     pub(crate) last_ms: u64,
 }
@@ -219,6 +221,12 @@ impl State {
     /// The newest time of any event.
     pub fn last_ms(&self) -> u64 {
         self.last_ms
+    }
+
+    /// Gives out only tokens above `floor` from now on: what an owner before this one gave out, and a failover lost, is never given out again.
+    /// Not an event: the tokens themselves are.
+    pub fn raise_token_floor(&mut self, floor: u64) {
+        self.token_floor = self.token_floor.max(floor);
     }
 
     /// An organization by id.

@@ -16,6 +16,7 @@ pub struct MemoryIndex {
 struct State {
     rows: BTreeMap<Vec<u8>, Vec<u8>>,
     position: u64,
+    origin: Option<String>,
 }
 
 impl MemoryIndex {
@@ -66,6 +67,18 @@ impl Index for MemoryIndex {
     }
 
     fn sync(&self) -> Result<(), IndexError> {
+        Ok(())
+    }
+
+    fn origin(&self) -> Result<Option<String>, IndexError> {
+        Ok(self.state().origin.clone())
+    }
+
+    fn reset(&self, origin: &str) -> Result<(), IndexError> {
+        *self.state() = State {
+            origin: Some(origin.to_owned()),
+            ..State::default()
+        };
         Ok(())
     }
 }

@@ -27,6 +27,8 @@ const LOCK_WAITS: (u32, Duration) = (500, Duration::from_millis(10));
 const ROW: u8 = b'r';
 /// The key of the position.
 const POSITION: &[u8] = b"position";
+/// Key of the origin.
+const ORIGIN: &[u8] = b"origin";
 /// A file in the folder that says why the index must not be used again.
 const BROKEN_MARK: &str = "BROKEN";
 
@@ -184,6 +186,22 @@ impl Index for SledIndex {
             path: self.dir.clone(),
             source,
         })
+    }
+
+    fn origin(&self) -> Result<Option<String>, IndexError> {
+        let stored = self.run(|db| db.get(ORIGIN))?;
+        Ok(stored.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    fn reset(&self, origin: &str) -> Result<(), IndexError> {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        // Without an origin first: whatever a crash leaves of the rows is not taken for anybody's.
+        let mut batch = sled::Batch::default();
+        batch.remove(ORIGIN);
+        batch.remove(POSITION);
+        self.run(|db| db.apply_batch(batch))?;
+        self.run(|db| db.clear())?;
+        self.run(|db| db.insert(ORIGIN, origin)).map(|_| ())
     }
 }
 
