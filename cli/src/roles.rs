@@ -280,12 +280,16 @@ async fn open(
         sandbox_map: sandbox_map(&flags.sandbox_map, providers),
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
+        cell: None,
+        objects: None,
+        tokens: Tokens::default(),
         snapshot_bytes: flags.snapshot_every,
         limits: evalgrid_scheduler::Limits {
             providers: flags.provider_limit.iter().cloned().collect(),
             models: flags.model_limit.iter().cloned().collect(),
         },
     };
+    choose(&mut options);
     let scheduler = Scheduler::open(options).await.map_err(|error| match error {
         OpenError::Log(LogError::InUse { .. }) | OpenError::Index(IndexError::InUse { .. }) => Failure::new(
             format!("another server uses {} already", data.display()),
