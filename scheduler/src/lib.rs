@@ -148,7 +148,8 @@ impl Scheduler {
                     tenure: Arc::new(LockHeld),
                     on_failure: OnLogFailure::EndProcess,
                 };
-                let (term, first_key) = Term::begin(ground, recovered.index, objects.clone(), &folder, world, options.limits.clone()).await?;
+                let (term, first_key) =
+                    Term::begin(ground, recovered.index, objects.clone(), &folder, world, options.limits.clone()).await?;
                 (Role::Only(Box::new(term)), Some(recovered.summary), first_key)
             }
             Some(cell) => {
@@ -214,12 +215,13 @@ impl Scheduler {
                     break;
                 };
                 let world = Machine::shared();
-                let (term, first_key) = match Term::begin(ground, index.clone(), objects.clone(), &folder, world, options.limits.clone()).await {
-                    Ok(begun) => begun,
-                    // Deposed before it began.
-                    Err(OpenError::Stopped) => continue,
-                    Err(error) => return Err(error.into()),
-                };
+                let (term, first_key) =
+                    match Term::begin(ground, index.clone(), objects.clone(), &folder, world, options.limits.clone()).await {
+                        Ok(begun) => begun,
+                        // Deposed before it began.
+                        Err(OpenError::Stopped) => continue,
+                        Err(error) => return Err(error.into()),
+                    };
                 if first_key.is_some() {
                     let file = folder.path().join(folder::API_KEY);
                     tracing::info!("the cell is new; its first API key is kept in {}", file.display());

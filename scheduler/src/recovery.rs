@@ -9,10 +9,10 @@ use std::{
 };
 
 use evalgrid_domain::request::{Sandbox, Support};
-use evalgrid_store::{log::MAX_GROUP_BYTES, redis::RedisError};
 use evalgrid_store::{
     FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects,
 };
+use evalgrid_store::{log::MAX_GROUP_BYTES, redis::RedisError};
 use evalgrid_workflow::BatchPhase;
 
 use crate::{

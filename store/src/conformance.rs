@@ -92,7 +92,11 @@ fn check_index(index: &dyn Index) {
     );
     assert!(index.scan(b"", None, 10).unwrap().is_empty(), "a reset forgets every row");
     index.apply(1, &[(b"first".to_vec(), Some(b"again".to_vec()))]).unwrap();
-    assert_eq!(index.get(b"first").unwrap().as_deref(), Some(b"again".as_slice()), "and begins anew");
+    assert_eq!(
+        index.get(b"first").unwrap().as_deref(),
+        Some(b"again".as_slice()),
+        "and begins anew"
+    );
     assert_eq!(index.origin().unwrap().as_deref(), Some("another log"));
 }
 
