@@ -446,7 +446,7 @@ fn check_prefixes(log: &[Event], end: &State) {
     for (index, event) in log.iter().enumerate() {
         replayed.apply(event).unwrap();
         from_snapshot.apply(event).unwrap();
-        if index % 17 == 0 {
+        if index % 41 == 0 {
             let saved = replayed.save().encode_to_vec();
             assert_eq!(from_snapshot.save().encode_to_vec(), saved, "snapshot and replay agree");
             from_snapshot = State::restore(&log::StateSnapshot::decode(saved.as_slice()).unwrap()).unwrap();
