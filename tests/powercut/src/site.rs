@@ -15,8 +15,8 @@ use crate::{
     volatile::Cut,
 };
 
-/// How much of what was not flushed stays: nothing, some or all of it, since each is a different crash.
-const KEEP: [f64; 5] = [0.0, 0.1, 0.5, 0.9, 1.0];
+/// How much of what was not flushed stays: nothing, some or all of it, since each is a different crash. In turn, so that few cuts see all.
+const KEEP: [f64; 5] = [0.0, 0.5, 0.1, 1.0, 0.9];
 /// The power goes at one of the next flushes, so that what belongs to it is under way. Three and more see the parts of a file system's commit.
 const FLUSHES: std::ops::Range<u32> = 0..5;
 
@@ -39,6 +39,7 @@ pub struct Site {
     pub server: Arc<Server>,
     preload: Option<PathBuf>,
     boots: u32,
+    cuts: usize,
     scratch: Scratch,
 }
 
@@ -55,6 +56,7 @@ impl Site {
             rng: StdRng::seed_from_u64(seed),
             preload: None,
             boots: 0,
+            cuts: 0,
             scratch,
         }
     }
@@ -79,7 +81,8 @@ impl Site {
         self.disk.freeze(self.rng.random_range(FLUSHES));
         let disk = &mut self.disk;
         machine.cut(|| disk.fail());
-        let keep = KEEP[self.rng.random_range(0..KEEP.len())];
+        let keep = KEEP[self.cuts % KEEP.len()];
+        self.cuts += 1;
         let cut = self.disk.cut(self.rng.random(), keep);
         self.disk.mount();
         cut
