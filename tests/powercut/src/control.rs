@@ -16,11 +16,13 @@ pub const IMAGE: &str = "image";
 /// Of the test.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Order {
-    /// The power goes at a flush: this many more are carried out, the next one is not, and after it nothing is carried out or answered. The
-    /// answer comes once that is so; where no flush comes, after [`FREEZE_LIMIT`].
+    /// The power goes at a flush: the first one, after some more, that has something to do. It is not carried out, and after it nothing is
+    /// carried out or answered. The answer comes once that is so; where no such flush comes, after [`FREEZE_LIMIT`].
     Freeze {
-        /// How many more.
+        /// How many flushes are carried out at least.
         flushes: u32,
+        /// How many blocks must wait for the flush.
+        blocks: usize,
     },
     /// Whoever waits for an answer gets an error, and so does everybody who comes.
     Fail,

@@ -106,9 +106,10 @@ impl Disk {
         self.detach();
     }
 
-    /// After this many more flushes nothing that is written or flushed is carried out, or acknowledged.
-    pub fn freeze(&mut self, flushes: u32) {
-        self.order(&Order::Freeze { flushes });
+    /// From a flush on, nothing that is written or flushed is carried out, or acknowledged: the first one after at least `flushes` more that
+    /// `blocks` blocks wait for.
+    pub fn freeze(&mut self, flushes: u32, blocks: usize) {
+        self.order(&Order::Freeze { flushes, blocks });
     }
 
     /// Whoever waits for the disk gets an error, so that he can die.

@@ -19,6 +19,8 @@ use crate::{
 const KEEP: [f64; 5] = [0.0, 0.5, 0.1, 1.0, 0.9];
 /// The power goes at one of the next flushes, so that what belongs to it is under way. Three and more see the parts of a file system's commit.
 const FLUSHES: std::ops::Range<u32> = 0..5;
+/// How many blocks the flush must be about: most are about one or two, and a large one has more ways to break.
+const BLOCKS: [usize; 4] = [1, 2, 8, 24];
 
 /// The seed of this run: `EVALGRID_SEED`, or always the same. Printed, so that a failure can be repeated.
 pub fn seed() -> u64 {
@@ -78,7 +80,8 @@ impl Site {
     /// Switches the power off, and on again: the disk is mounted, nothing runs.
     pub fn cut(&mut self) -> Cut {
         let machine = self.machine.take().expect("a machine runs");
-        self.disk.freeze(self.rng.random_range(FLUSHES));
+        let blocks = BLOCKS[self.rng.random_range(0..BLOCKS.len())];
+        self.disk.freeze(self.rng.random_range(FLUSHES), blocks);
         let disk = &mut self.disk;
         machine.cut(|| disk.fail());
         let keep = KEEP[self.cuts % KEEP.len()];

@@ -69,6 +69,11 @@ impl Image {
         self.counts
     }
 
+    /// How many blocks wait for a flush; one that was written twice counts twice.
+    pub fn pending_blocks(&self) -> usize {
+        self.pending_bytes.div_ceil(BLOCK)
+    }
+
     /// Reads, less than asked for at the end of the disk.
     pub fn read(&self, offset: usize, bytes: usize) -> &[u8] {
         let start = offset.min(self.bytes());

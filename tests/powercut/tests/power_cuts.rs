@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// After so many lives comes one that ends while the server still starts.
 const EARLY_EVERY: u32 = 4;
 /// With how many cuts a store that does not sync must be found out.
-const CUTS_TO_FIND_OUT: u32 = 3;
+const CUTS_TO_FIND_OUT: u32 = 5;
 
 fn cuts() -> u32 {
     match std::env::var_os("EVALGRID_LONG") {

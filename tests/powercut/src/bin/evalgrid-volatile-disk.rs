@@ -29,8 +29,8 @@ const FILE: INodeNo = INodeNo(2);
 
 enum Power {
     On,
-    /// On for this many more flushes.
-    Failing(u32),
+    /// On until a flush comes: after this many more, one that this many blocks wait for.
+    Failing(u32, usize),
     /// Writes and flushes wait.
     Frozen(Vec<Waiting>),
     Off,
@@ -54,11 +54,11 @@ impl Disk {
         act(&mut self.0.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn freeze(&self, flushes: u32) {
-        self.with(|state| state.power = Power::Failing(flushes));
+    fn freeze(&self, flushes: u32, blocks: usize) {
+        self.with(|state| state.power = Power::Failing(flushes, blocks));
         let (state, frozen) = &*self.0;
         let state = state.lock().unwrap_or_else(PoisonError::into_inner);
-        let failing = |state: &mut State| matches!(state.power, Power::Failing(_));
+        let failing = |state: &mut State| matches!(state.power, Power::Failing(..));
         let waited = frozen.wait_timeout_while(state, FREEZE_LIMIT, failing);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if failing(&mut state) {
@@ -103,8 +103,8 @@ impl Disk {
 
     fn obey(&self, order: &Order) -> Answer {
         match *order {
-            Order::Freeze { flushes } => {
-                self.freeze(flushes);
+            Order::Freeze { flushes, blocks } => {
+                self.freeze(flushes, blocks);
                 Answer::Done
             }
             Order::Fail => {
@@ -157,8 +157,8 @@ impl Filesystem for Disk {
         reply: ReplyWrite,
     ) {
         self.with(|state| match &mut state.power {
-            Power::On | Power::Failing(_) if state.image.write(offset as usize, data) => reply.written(data.len() as u32),
-            Power::On | Power::Failing(_) => reply.error(Errno::ENOSPC),
+            Power::On | Power::Failing(..) if state.image.write(offset as usize, data) => reply.written(data.len() as u32),
+            Power::On | Power::Failing(..) => reply.error(Errno::ENOSPC),
             Power::Frozen(waiting) => waiting.push(Waiting::Write(reply)),
             Power::Off => reply.error(Errno::EIO),
         });
@@ -170,12 +170,12 @@ impl Filesystem for Disk {
                 state.image.flush();
                 reply.ok();
             }
-            Power::Failing(0) => {
+            Power::Failing(0, blocks) if state.image.pending_blocks() >= *blocks => {
                 state.power = Power::Frozen(vec![Waiting::Sync(reply)]);
                 self.0.1.notify_all();
             }
-            Power::Failing(left) => {
-                *left -= 1;
+            Power::Failing(left, _) => {
+                *left = left.saturating_sub(1);
                 state.image.flush();
                 reply.ok();
             }
