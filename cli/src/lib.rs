@@ -15,6 +15,7 @@ mod output;
 mod progress;
 mod reasons;
 mod roles;
+mod sandboxes;
 mod stop;
 mod warnings;
 
@@ -68,6 +69,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Api(role) => roles::api(role).await,
             Command::Batch(command) => batch::run(command).await,
             Command::Keys(command) => keys::run(command).await,
+            Command::Sandboxes(command) => sandboxes::run(command).await,
             Command::Log(_) | Command::Index(_) => unreachable!("handled above, without a runtime"),
         }
     });

@@ -62,6 +62,9 @@ pub(crate) enum Command {
     /// Make, list and revoke API keys of a running server.
     #[command(subcommand)]
     Keys(Keys),
+    /// Show the sandboxes in custody of a running server, and have those removed that nobody needs.
+    #[command(subcommand)]
+    Sandboxes(Sandboxes),
     /// Look into the log of a server that is not running.
     #[command(subcommand)]
     Log(Log),
@@ -391,6 +394,34 @@ pub(crate) enum Keys {
         id: String,
         #[command(flatten)]
         operator: Operator,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Sandboxes {
+    /// List every sandbox that may exist, and names in workers' folders that are no sandboxes of ours.
+    #[command(after_help = "Example: evalgrid sandboxes list --json")]
+    List {
+        #[command(flatten)]
+        operator: Operator,
+        /// Print one JSON object. Example: --json
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        json: bool,
+    },
+    /// Ask workers now to destroy the sandboxes that no trial needs. It is done anyway after a while; this only does not wait.
+    #[command(after_help = "Example: evalgrid sandboxes reap --dry-run")]
+    Reap {
+        #[command(flatten)]
+        operator: Operator,
+        /// Only tell what would be asked. Example: --dry-run
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        dry_run: bool,
     },
 }
 

@@ -42,7 +42,7 @@ pub(crate) fn count(number: impl TryInto<u64> + std::fmt::Display, noun: &str) -
     let shown = number.to_string();
     match number.try_into() {
         Ok(1) => format!("{shown} {noun}"),
-        _ if noun.ends_with("ch") => format!("{shown} {noun}es"),
+        _ if noun.ends_with("ch") || noun.ends_with('x') => format!("{shown} {noun}es"),
         _ => format!("{shown} {noun}s"),
     }
 }

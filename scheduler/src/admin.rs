@@ -1,4 +1,4 @@
-//! The service for the operator: organizations and their API keys.
+//! The service for the operator: organizations and their API keys, and the custody of sandboxes.
 
 use evalgrid_domain::{
     ids::{KeyId, OrgId},
@@ -15,6 +15,8 @@ use crate::{
     auth::{self, SharedToken, stopping},
     clock::World,
     engine::Engine,
+    reaper,
+    workers::chance,
 };
 
 /// Keys in all; each costs about 300 bytes of memory for ever.
@@ -162,5 +164,20 @@ impl Admin for AdminService {
         let key = revoked.await.map_err(|_| stopping())?.ok_or_else(no_key)?;
         tracing::info!(key = key.id, "a key has been revoked");
         Ok(Response::new(key))
+    }
+    async fn list_sandboxes(&self, request: Request<v1::ListSandboxesRequest>) -> Result<Response<v1::SandboxList>, Status> {
+        self.token.check(request.metadata(), "operator's")?;
+        let list = self.engine.settled_turn(|core| reaper::list(core)).await;
+        Ok(Response::new(list.map_err(|_| stopping())?))
+    }
+
+    async fn reap_sandboxes(&self, request: Request<v1::ReapSandboxesRequest>) -> Result<Response<v1::SandboxList>, Status> {
+        self.token.check(request.metadata(), "operator's")?;
+        let dry_run = request.into_inner().dry_run;
+        let mut chance = chance(self.engine.world());
+        let asked = self.engine.settled_turn(|core| reaper::reap_now(core, dry_run, &mut chance)).await;
+        let asked = asked.map_err(|_| stopping())?;
+        tracing::info!(sandboxes = asked.total, dry_run, "the operator reaps sandboxes");
+        Ok(Response::new(asked))
     }
 }

@@ -20,6 +20,8 @@ const ASK_AGAIN_MS: u64 = 30_000;
 const LONGEST_PAUSE_MS: u64 = 600_000;
 /// Names of others' in a worker's folder that are kept to be shown; one more would tell nobody more.
 const MAX_FOREIGN: usize = 100;
+/// Rows of a list: what fits into one message.
+const MAX_LISTED: usize = 10_000;
 
 /// What workers are asked. Not durable: after a restart everybody is asked anew.
 #[derive(Default)]
@@ -96,6 +98,74 @@ pub fn ask_worker(core: &mut Core, name: &str, chance: &mut Chance) -> bool {
     let position = core.position();
     core.sessions.send(&worker_id, position, Message::Destroy(destroy));
     true
+}
+
+/// Custody for the operator.
+pub fn list(core: &Core) -> v1::SandboxList {
+    let names: Vec<&str> = core.state.custody().map(|(name, _)| name).collect();
+    let foreign = core.sessions.foreign().map(|(worker_id, name)| v1::ForeignSandbox {
+        worker_id: worker_id.to_owned(),
+        name: name.to_owned(),
+    });
+    v1::SandboxList {
+        foreign: foreign.collect(),
+        ..listed(core, &names)
+    }
+}
+
+/// Asks for everything that can be asked for now, or only tells what that is.
+pub fn reap_now(core: &mut Core, dry_run: bool, chance: &mut Chance) -> v1::SandboxList {
+    let unneeded: Vec<String> = unneeded(core).map(str::to_owned).collect();
+    let here = |core: &Core, name: &str| {
+        core.state
+            .sandbox(name)
+            .is_some_and(|sandbox| core.sessions.is_here(&sandbox.worker_id))
+    };
+    let asked: Vec<String> = unneeded
+        .into_iter()
+        .filter(|name| {
+            if dry_run {
+                here(core, name)
+            } else {
+                ask_worker(core, name, chance)
+            }
+        })
+        .collect();
+    let asked: Vec<&str> = asked.iter().map(String::as_str).collect();
+    listed(core, &asked)
+}
+
+fn listed(core: &Core, names: &[&str]) -> v1::SandboxList {
+    let sandboxes = names.iter().filter_map(|name| {
+        let sandbox = core.state.sandbox(name)?;
+        let state = match (sandbox.destroy_asked_ms, sandbox.created) {
+            (Some(_), _) => v1::SandboxState::DestroyAsked,
+            (None, true) => v1::SandboxState::Created,
+            (None, false) => v1::SandboxState::Intended,
+        };
+        Some(v1::CustodySandbox {
+            name: (*name).to_owned(),
+            trial_id: sandbox.trial.id().to_string(),
+            worker_id: sandbox.worker_id.clone(),
+            provider: sandbox.provider.clone(),
+            provider_id: sandbox.provider_id.clone(),
+            state: state.into(),
+            intended_at_ms: sandbox.intended_ms,
+            destroy_asked_at_ms: sandbox.destroy_asked_ms,
+            needed: decide::needed(&core.state, name),
+            worker_here: core.sessions.is_here(&sandbox.worker_id),
+            asked: core.sessions.asks.by_sandbox.get(*name).map_or(0, |ask| ask.asked),
+        })
+    });
+    let mut sandboxes: Vec<_> = sandboxes.collect();
+    sandboxes.sort_by_key(|sandbox| sandbox.intended_at_ms);
+    sandboxes.truncate(MAX_LISTED);
+    v1::SandboxList {
+        sandboxes,
+        total: names.len() as u64,
+        foreign: Vec::new(),
+        now_ms: core.now_ms(),
+    }
 }
 
 /// What lies in the folder of a worker that has just come: ours that nobody needs is to go now, and what is not ours is left alone.

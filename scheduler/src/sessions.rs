@@ -126,6 +126,12 @@ impl Sessions {
         }
     }
 
+    /// What lies with the workers that are here and is not ours: (worker, name).
+    pub fn foreign(&self) -> impl Iterator<Item = (&str, &str)> {
+        let sessions = self.by_worker.iter();
+        sessions.flat_map(|(worker_id, session)| session.foreign.iter().map(move |name| (worker_id.as_str(), name.as_str())))
+    }
+
     /// Whether a worker is connected.
     pub fn is_here(&self, worker_id: &str) -> bool {
         self.by_worker.contains_key(worker_id)

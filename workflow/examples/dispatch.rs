@@ -21,15 +21,11 @@ fn main() {
         });
         for number in 0..organizations {
             let id = cell.organization(number);
-            for batch in 0..trials / 100 / organizations {
+            for batch in 0..trials / 10 / organizations {
                 // In every organization some trials wait for the model that is full.
-                let model = if batch % 4 == 0 && organizations < 1_000 || batch == 9 {
-                    "full/m"
-                } else {
-                    "open/m"
-                };
+                let model = if batch % 4 == 0 { "full/m" } else { "open/m" };
                 let shape = Shape {
-                    cases: 10,
+                    cases: 1,
                     trials: 10,
                     provider: "process",
                     model,
