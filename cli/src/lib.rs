@@ -51,7 +51,9 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
     match cli.command {
         Command::Log(options::Log::Verify(data)) => return offline::verify(&data.data),
         Command::Log(options::Log::Dump(data)) => return offline::dump(&data.data),
+        Command::Log(options::Log::Repair { data, yes }) => return offline::repair(&data.data, yes),
         Command::Index(options::Index::Rebuild(data)) => return offline::rebuild(&data.data),
+        Command::Upgrade(options::Upgrade::Finalize(data)) => return offline::finalize(&data.data),
         _ => {}
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(|error| {
@@ -70,7 +72,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Batch(command) => batch::run(command).await,
             Command::Keys(command) => keys::run(command).await,
             Command::Sandboxes(command) => sandboxes::run(command).await,
-            Command::Log(_) | Command::Index(_) => unreachable!("handled above, without a runtime"),
+            Command::Log(_) | Command::Index(_) | Command::Upgrade(_) => unreachable!("handled above, without a runtime"),
         }
     });
     // What still runs has had its time to end; a blocked thread must not hold the process.

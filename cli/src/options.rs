@@ -71,6 +71,9 @@ pub(crate) enum Command {
     /// Repair the index of a server that is not running.
     #[command(subcommand)]
     Index(Index),
+    /// Finish the upgrade of a server that is not running.
+    #[command(subcommand)]
+    Upgrade(Upgrade),
 }
 
 #[derive(Args, Debug)]
@@ -433,6 +436,22 @@ pub(crate) enum Log {
     /// Print every event, one per line.
     #[command(after_help = "Example: evalgrid log dump --data /var/lib/evalgrid | less")]
     Dump(Data),
+    /// Cut a log that is damaged in the middle before the damage. Shows what that would lose, and does it with --yes only.
+    #[command(after_help = "Example: evalgrid log repair --data /var/lib/evalgrid")]
+    Repair {
+        #[command(flatten)]
+        data: Data,
+        /// Do it. What is taken out of the log is kept in a folder `damaged-N` beside its segments.
+        #[arg(long)]
+        yes: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Upgrade {
+    /// Write the newest format from now on. Until then, a server writes what the version before can read, so that you can go back to it.
+    #[command(after_help = "Example: evalgrid upgrade finalize --data /var/lib/evalgrid")]
+    Finalize(Data),
 }
 
 #[derive(Debug, Subcommand)]

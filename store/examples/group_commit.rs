@@ -1,5 +1,6 @@
 //! Measures the log against a bare file, in one run on one disk: the rate and latency at which N clients get records acknowledged by one
-//! committer, what the device has to write for them, and how fast a log is read again.
+//! committer, what the device has to write for them, and how fast a log is read again. A log on fresh segments is one that is never cut;
+//! one on recycled segments takes a (small) snapshot per segment and is cut behind it, as it goes.
 //!
 //! `cargo run --release -p evalgrid-store --example group_commit -- [folder] [seconds per case]`
 #![expect(clippy::disallowed_methods, reason = "it measures time")]
@@ -13,10 +14,11 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use evalgrid_store::log::{FileLog, Log, LogOptions, Record, Replay};
+use evalgrid_store::log::{FileLog, Log, LogOptions, Record, Replay, Snapshot};
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
+const KINDS: [&str; 3] = ["bare", "fresh", "recycled"];
 const PAYLOAD: usize = 512;
 /// Most records in a group, as a committer would bound it.
 const GROUP: usize = 1024;
@@ -26,12 +28,65 @@ trait Sink: Send {
     fn commit(&mut self, records: &[Record]) -> Outcome<()>;
 }
 
-struct Evalgrid(FileLog);
+/// Never cut: every segment is a new file.
+struct Fresh(FileLog);
 
-impl Sink for Evalgrid {
+impl Sink for Fresh {
     fn commit(&mut self, records: &[Record]) -> Outcome<()> {
         Ok(self.0.append(records)?)
     }
+}
+
+/// Small enough that a case of a few seconds uses several.
+const SEGMENT: u64 = 16 * 1024 * 1024;
+
+/// In its steady state: each segment was another one before.
+struct Recycled {
+    log: FileLog,
+    position: u64,
+}
+
+impl Recycled {
+    fn prepare(dir: &Path) -> Outcome<Recycled> {
+        let log = open_log(dir)?;
+        let mut sink = Recycled { log, position: 0 };
+        let mut noise = Noise(7);
+        for first in (1..=6 * SEGMENT / PAYLOAD as u64).step_by(GROUP) {
+            // In a partition of its own, so that the numbers of the measured records begin with 1.
+            let group = (first..first + GROUP as u64).map(|sequence| Record {
+                partition: 1,
+                sequence,
+                payload: noise.payload(),
+            });
+            sink.commit(&group.collect::<Vec<_>>())?;
+        }
+        Ok(sink)
+    }
+}
+
+impl Sink for Recycled {
+    fn commit(&mut self, records: &[Record]) -> Outcome<()> {
+        self.log.append(records)?;
+        self.position += records.len() as u64;
+        if self.log.bytes_since_snapshot() >= SEGMENT {
+            // Nobody reads it again.
+            self.log.snapshots().save(&Snapshot {
+                position: self.position,
+                sequences: Vec::new(),
+                payload: Bytes::new(),
+            })?;
+            self.log.cut(self.position)?;
+        }
+        Ok(())
+    }
+}
+
+fn open_log(dir: &Path) -> Outcome<FileLog> {
+    let options = LogOptions {
+        segment_bytes: SEGMENT,
+        ..LogOptions::default()
+    };
+    Ok(FileLog::open(dir, options, |_| Ok(()))?.0)
 }
 
 /// The reference: payloads one after another, and a sync.
@@ -49,7 +104,8 @@ impl Sink for Bare {
 fn open(kind: &str, dir: &Path) -> Outcome<Box<dyn Sink>> {
     fs::create_dir_all(dir)?;
     Ok(match kind {
-        "evalgrid" => Box::new(Evalgrid(FileLog::open(dir, LogOptions::default(), |_| Ok(()))?.0)),
+        "fresh" => Box::new(Fresh(open_log(dir)?)),
+        "recycled" => Box::new(Recycled::prepare(dir)?),
         _ => Box::new(Bare(File::create(dir.join("bare"))?, Vec::new())),
     })
 }
@@ -155,34 +211,48 @@ fn clients(kind: &str, dir: &Path, clients: usize, time: Duration) -> Outcome<()
     Ok(())
 }
 
-/// Groups of one size, without clients: what the log itself costs.
-fn groups(kind: &str, dir: &Path, size: usize, time: Duration) -> Outcome<()> {
-    let mut sink = open(kind, dir)?;
+/// Slices that the measuring of groups is cut into. The kinds take turns, so that what else the disk does hits all of them.
+const SLICES: u32 = 24;
+
+/// Groups of one size, without clients: what the log itself costs. Medians of the slices.
+fn groups(kinds: &[&str], dirs: &[PathBuf], size: usize, time: Duration) -> Outcome<()> {
     let mut noise = Noise(size as u64);
     let payloads: Vec<Bytes> = (0..1000).map(|_| noise.payload()).collect();
-    let before = device_bytes(dir)?;
-    let start = Instant::now();
-    let (mut sequence, mut count) = (0u64, 0u64);
-    while start.elapsed() < time {
-        let records = std::iter::repeat_with(|| {
-            sequence += 1;
-            Record {
-                partition: 0,
-                sequence,
-                payload: payloads[sequence as usize % payloads.len()].clone(),
-            }
-        });
-        sink.commit(&records.take(size).collect::<Vec<_>>())?;
-        count += 1;
+    let mut sinks = Vec::new();
+    for (kind, dir) in kinds.iter().zip(dirs) {
+        sinks.push((open(kind, dir)?, 0u64, Vec::new()));
     }
-    let seconds = start.elapsed().as_secs_f64();
-    let device = device_bytes(dir)? - before;
-    println!(
-        "{kind:9} groups of {size:3}  {:8.0} records/s  {:6.0} groups/s  {:7.0} device bytes per 12 records",
-        sequence as f64 / seconds,
-        count as f64 / seconds,
-        device as f64 * 12.0 / sequence as f64,
-    );
+    for _ in 0..SLICES {
+        for ((sink, sequence, slices), dir) in sinks.iter_mut().zip(dirs) {
+            let (before, first) = (device_bytes(dir)?, *sequence);
+            let start = Instant::now();
+            while start.elapsed() < time / SLICES {
+                let records = std::iter::repeat_with(|| {
+                    *sequence += 1;
+                    Record {
+                        partition: 0,
+                        sequence: *sequence,
+                        payload: payloads[*sequence as usize % payloads.len()].clone(),
+                    }
+                });
+                sink.commit(&records.take(size).collect::<Vec<_>>())?;
+            }
+            let (records, seconds) = ((*sequence - first) as f64, start.elapsed().as_secs_f64());
+            slices.push((records / seconds, (device_bytes(dir)? - before) as f64 * 12.0 / records));
+        }
+    }
+    for (kind, (_, _, slices)) in kinds.iter().zip(sinks) {
+        let (mut rates, mut bytes): (Vec<f64>, Vec<f64>) = slices.into_iter().unzip();
+        rates.sort_by(f64::total_cmp);
+        bytes.sort_by(f64::total_cmp);
+        let middle = SLICES as usize / 2;
+        println!(
+            "{kind:9} groups of {size:3}  {:8.0} records/s  {:6.0} groups/s  {:7.0} device bytes per 12 records",
+            rates[middle],
+            rates[middle] / size as f64,
+            bytes[middle],
+        );
+    }
     Ok(())
 }
 
@@ -227,14 +297,13 @@ fn main() -> Outcome<()> {
         rustix::fs::sync();
         Ok(dir)
     };
-    for count in [1, 16, 256] {
-        for kind in ["bare", "evalgrid", "bare", "evalgrid"] {
-            clients(kind, &fresh(kind)?, count, time)?;
-        }
+    for size in [1, 4, 16, 64, 256] {
+        let dirs = KINDS.iter().map(|kind| fresh(kind)).collect::<Outcome<Vec<_>>>()?;
+        groups(&KINDS, &dirs, size, time)?;
     }
-    for size in [1, 16, 100] {
-        for kind in ["bare", "evalgrid"] {
-            groups(kind, &fresh(kind)?, size, time)?;
+    for count in [1, 16, 256] {
+        for kind in KINDS.iter().chain(&KINDS) {
+            clients(kind, &fresh(kind)?, count, time)?;
         }
     }
     recovery(&fresh("recovery")?, 1_000_000)?;

@@ -96,3 +96,10 @@ pub(crate) fn step() -> io::Result<()> {
 pub(crate) fn crash_after(steps: u64) {
     STEPS.with(|left| left.set(steps));
 }
+
+/// A folder for tests that sync thousands of times and cut no power: in memory, where the system has such a place.
+#[cfg(test)]
+pub(crate) fn scratch() -> tempfile::TempDir {
+    let memory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
+    memory.unwrap_or_else(|error| panic!("no temporary folder: {error}"))
+}

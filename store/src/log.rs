@@ -2,6 +2,8 @@
 //!
 //! Records are written in groups. A group is durable as a whole or not there at all: it has one frame, one checksum, one sync.
 
+#[cfg(test)]
+mod cut_tests;
 mod error;
 mod file;
 #[cfg(test)]
@@ -10,6 +12,7 @@ pub(crate) mod frame;
 mod memory;
 pub mod offline;
 mod recover;
+pub mod repair;
 mod segment;
 pub(crate) mod snapshot;
 

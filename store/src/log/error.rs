@@ -30,7 +30,7 @@ pub enum LogError {
         supported: u16,
     },
     /// Something durable is damaged, which no crash can do. Nothing was touched.
-    #[error("{} is damaged at byte {offset}: {reason}; `evalgrid log verify` tells what can still be read", segment.display())]
+    #[error("{} is damaged at byte {offset}: {reason}; `evalgrid log repair` tells what can still be read, and what would be lost", segment.display())]
     Corrupt {
         /// The segment file.
         segment: PathBuf,
@@ -40,7 +40,7 @@ pub enum LogError {
         reason: String,
     },
     /// Records that should be there are in no segment and no intact snapshot. Nothing was touched.
-    #[error("the log in {} is not complete: {what}; put the missing files back, or a backup of the whole folder", dir.display())]
+    #[error("the log in {} is not complete: {what}. Put the missing files back, or a backup of the whole folder", dir.display())]
     Missing {
         /// The log's folder.
         dir: PathBuf,

@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::{BoxError, LogError};
@@ -21,15 +21,27 @@ const LOCK_FILE: &str = "LOCK";
 pub struct LogOptions {
     /// Size of a new segment in bytes; at most, and by default, [`SEGMENT_BYTES`]. Tests use small ones.
     pub segment_bytes: u64,
+    /// Format level of a log that is made anew; at most, and by default, [`FORMAT_LEVEL`]. One that is there keeps its own, so that
+    /// the version that wrote it can be gone back to.
+    pub write_level: u16,
 }
 
 impl Default for LogOptions {
     fn default() -> LogOptions {
         LogOptions {
             segment_bytes: SEGMENT_BYTES,
+            write_level: FORMAT_LEVEL,
         }
     }
 }
+
+/// The first level whose readers know that a log may begin behind a snapshot. One of a lower level is not cut.
+const CUTTING_LEVEL: u16 = 2;
+/// Behind a small group in a fresh segment, zeros are written this far ahead: one sync in many notes new extents in the file system's
+/// journal, the others only write their block, which is five times as fast.
+const ZERO_AHEAD_BYTES: u64 = 64 * 1024;
+/// A group of this size or more is worth a journal entry of its own; zeros ahead of it would double what the device writes.
+const SMALL_GROUP_BYTES: usize = 4096;
 
 /// Snapshots that are kept: a damaged newest one must have an older one, and the log behind that, to fall back to.
 pub(crate) const KEPT_SNAPSHOTS: usize = 2;
@@ -38,10 +50,8 @@ pub(crate) const KEPT_SNAPSHOTS: usize = 2;
 pub struct FileLog {
     folder: Arc<Folder>,
     segment_bytes: u64,
-    path: PathBuf,
-    file: File,
-    seed: u32,
-    pub(super) end: u64,
+    level: u16,
+    current: Current,
     next_position: u64,
     /// The first positions of the segments before the current one, and that one's.
     segments: Vec<u64>,
@@ -50,9 +60,48 @@ pub struct FileLog {
     poisoned: bool,
 }
 
+/// The segment that is appended to.
+struct Current {
+    path: PathBuf,
+    file: File,
+    seed: u32,
+    end: u64,
+    /// Up to here its blocks have been written before.
+    zeroed: u64,
+}
+
+impl Current {
+    fn create(dir: &Path, level: u16, first_position: u64, bytes: u64) -> Result<Current, LogError> {
+        let path = segment::path(dir, first_position);
+        let (file, header) = segment::create(dir, level, first_position, bytes).map_err(LogError::io("create", &path))?;
+        let end = segment::HEADER_BYTES as u64;
+        Ok(Current {
+            path,
+            file,
+            seed: header.seed(),
+            end,
+            zeroed: if header.recycled { bytes } else { end },
+        })
+    }
+
+    fn write(&mut self, group: &[u8], segment_bytes: u64) -> std::io::Result<()> {
+        let end = self.end + group.len() as u64;
+        self.file.write_all_at(group, self.end)?;
+        if end > self.zeroed && group.len() < SMALL_GROUP_BYTES {
+            self.zeroed = segment_bytes.min(end + ZERO_AHEAD_BYTES);
+            let zeros = [0; ZERO_AHEAD_BYTES as usize];
+            self.file.write_all_at(&zeros[..(self.zeroed - end) as usize], end)?;
+        }
+        self.file.sync_data()?;
+        self.end = end;
+        Ok(())
+    }
+}
+
 /// What the log shares with those who save its snapshots.
 struct Folder {
     dir: PathBuf,
+    level: AtomicU16,
     /// Held as long as anybody may write here.
     _lock: File,
     /// The last durable position.
@@ -91,7 +140,7 @@ impl Snapshots for Folder {
         snapshot::check(snapshot, kept.last().copied().unwrap_or(0), self.durable.load(Ordering::Acquire))?;
         let written = self.written.load(Ordering::Relaxed);
         let path = snapshot::path(&self.dir, snapshot.position);
-        snapshot::save(&self.dir, FORMAT_LEVEL, snapshot).map_err(LogError::io("save", &path))?;
+        snapshot::save(&self.dir, self.level.load(Ordering::Relaxed), snapshot).map_err(LogError::io("save", &path))?;
         kept.push(snapshot.position);
         kept.drain(..kept.len().saturating_sub(KEPT_SNAPSHOTS));
         self.at_newest.store(written, Ordering::Relaxed);
@@ -121,22 +170,34 @@ impl FileLog {
 
         let segment_bytes = options.segment_bytes.min(SEGMENT_BYTES);
         let next_position = reader.recovery.position + 1;
-        let (path, file, seed, end) = match found.tail {
+        if reader.recovery.level == 0 {
+            reader.recovery.level = options.write_level.clamp(1, FORMAT_LEVEL);
+        }
+        let level = reader.recovery.level;
+        let current = match found.tail {
             Some(Tail {
-                seed: Some(seed),
+                header: Some(header),
                 path,
                 end,
                 last_group,
                 ..
             }) => {
-                let file = settle_tail(&path, end, segment_bytes, reader.recovery.torn_bytes, last_group)
-                    .map_err(LogError::io("settle the end of", &path))?;
-                (path, file, seed, end)
+                let torn = reader.recovery.torn_bytes;
+                let file = settle_tail(&path, end, segment_bytes, torn, last_group).map_err(LogError::io("settle the end of", &path))?;
+                let zeroed = if header.recycled && torn == 0 { segment_bytes } else { end };
+                let seed = header.seed();
+                Current {
+                    path,
+                    file,
+                    seed,
+                    end,
+                    zeroed,
+                }
             }
             empty => {
                 let first_position = empty.map_or(next_position, |tail| tail.first_position);
                 reader.recovery.segments = reader.recovery.segments.max(1);
-                create_segment(dir, first_position, segment_bytes)?
+                Current::create(dir, level, first_position, segment_bytes)?
             }
         };
         // An earlier owner may have been killed between making an entry and syncing it.
@@ -144,7 +205,7 @@ impl FileLog {
             disk::sync_dir(dir).map_err(LogError::io("sync", dir))?;
         }
         let sequences = reader.sequences;
-        let encoder = Encoder::new();
+        let encoder = Encoder::new(level);
         let mut segments: Vec<u64> = found.segments.into_iter().map(|(first_position, _)| first_position).collect();
         if segments.is_empty() {
             segments.push(next_position);
@@ -152,6 +213,7 @@ impl FileLog {
         let kept = found.snapshots[found.snapshots.len().saturating_sub(KEPT_SNAPSHOTS)..].to_vec();
         let folder = Folder {
             dir: dir.to_owned(),
+            level: AtomicU16::new(level),
             _lock: lock,
             durable: AtomicU64::new(reader.recovery.position),
             written: AtomicU64::new(reader.since_snapshot),
@@ -162,10 +224,8 @@ impl FileLog {
         let log = FileLog {
             folder: Arc::new(folder),
             segment_bytes,
-            path,
-            file,
-            seed,
-            end,
+            level,
+            current,
             next_position,
             segments,
             sequences,
@@ -193,21 +253,39 @@ impl FileLog {
     }
 
     fn write(&mut self, records: &[Record]) -> Result<(), LogError> {
-        let mut group = self.encoder.encode(self.seed, self.next_position, records);
-        if self.end + group.len() as u64 > self.segment_bytes {
-            (self.path, self.file, self.seed, self.end) = create_segment(&self.folder.dir, self.next_position, self.segment_bytes)?;
+        let mut group = self.encoder.encode(self.current.seed, self.next_position, records);
+        if self.current.end + group.len() as u64 > self.segment_bytes {
+            self.current = Current::create(&self.folder.dir, self.level, self.next_position, self.segment_bytes)?;
             self.segments.push(self.next_position);
-            group = self.encoder.encode(self.seed, self.next_position, records);
+            group = self.encoder.encode(self.current.seed, self.next_position, records);
         }
-        self.file
-            .write_all_at(group, self.end)
-            .map_err(LogError::io("write to", &self.path))?;
-        self.file.sync_data().map_err(LogError::io("sync", &self.path))?;
-        self.end += group.len() as u64;
+        let written = self.current.write(group, self.segment_bytes);
+        written.map_err(LogError::io("write to", &self.current.path))?;
         self.next_position += records.len() as u64;
         self.folder.durable.store(self.next_position - 1, Ordering::Release);
         self.folder.written.fetch_add(group.len() as u64, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Has everything from now on written at `level`, durably: a segment of that level begins. Never lowers it.
+    pub(super) fn raise_level(&mut self, level: u16) -> Result<(), LogError> {
+        if level <= self.level {
+            return Ok(());
+        }
+        self.current = Current::create(&self.folder.dir, level, self.next_position, self.segment_bytes)?;
+        if self.segments.last() != Some(&self.next_position) {
+            self.segments.push(self.next_position);
+        }
+        self.level = level;
+        self.folder.level.store(level, Ordering::Relaxed);
+        self.encoder = Encoder::new(level);
+        Ok(())
+    }
+
+    /// The end of the last group in its segment.
+    #[cfg(test)]
+    pub(super) fn end(&self) -> u64 {
+        self.current.end
     }
 }
 
@@ -229,15 +307,14 @@ impl Log for FileLog {
 
     fn cut(&mut self, position: u64) -> Result<u64, LogError> {
         let kept = self.folder.kept();
-        let reflected = if kept.len() < KEPT_SNAPSHOTS { 0 } else { kept[0] };
-        let position = position.min(reflected);
+        if self.level < CUTTING_LEVEL || kept.len() < KEPT_SNAPSHOTS {
+            return Ok(self.segments[0]);
+        }
+        let position = position.min(kept[0]);
         // The oldest goes first, and durably before the next: whatever a crash leaves is without a hole.
         while self.segments.get(1).is_some_and(|next| *next <= position + 1) {
-            let path = segment::path(&self.folder.dir, self.segments[0]);
-            let removed = disk::step().and_then(|()| disk::remove_if_there(&path));
-            removed
-                .and_then(|()| disk::sync_dir(&self.folder.dir))
-                .map_err(LogError::io("remove", &path))?;
+            let retired = segment::retire(&self.folder.dir, self.segments[0], self.segment_bytes);
+            retired.map_err(LogError::io("let go of a segment in", &self.folder.dir))?;
             self.segments.remove(0);
         }
         Ok(self.segments[0])
@@ -258,12 +335,6 @@ pub(super) fn take_lock(dir: &Path) -> Result<File, LogError> {
     let path = dir.join(LOCK_FILE);
     let lock = disk::lock(&path).map_err(LogError::io("lock", &path))?;
     lock.ok_or_else(|| LogError::InUse { dir: dir.to_owned() })
-}
-
-fn create_segment(dir: &Path, first_position: u64, bytes: u64) -> Result<(PathBuf, File, u32, u64), LogError> {
-    let path = segment::path(dir, first_position);
-    let (file, seed) = segment::create(dir, first_position, bytes).map_err(LogError::io("create", &path))?;
-    Ok((path, file, seed, segment::HEADER_BYTES as u64))
 }
 
 /// Cuts a torn tail, and makes durable what was read.

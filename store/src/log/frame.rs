@@ -9,8 +9,13 @@
 
 use super::{Record, RecordRef};
 
-/// The newest format level that this version reads, and the one that it writes.
-pub const FORMAT_LEVEL: u16 = 1;
+/// The newest format level that this version reads. A log is written at its own level, until `evalgrid upgrade finalize` raises that.
+///
+/// | level | new in it |
+/// |---|---|
+/// | 1 | |
+/// | 2 | the log may begin behind a snapshot; a segment may have been another one before |
+pub const FORMAT_LEVEL: u16 = 2;
 /// Most records in one group: far more than queue up during one sync.
 pub const MAX_GROUP_RECORDS: usize = 16_384;
 /// Most bytes of one group before compression, [`RECORD_OVERHEAD`] included: a sync stays short, and a reader's memory bounded.
@@ -27,15 +32,18 @@ const ZSTD_LEVEL: i32 = 1;
 
 /// Encodes groups into a buffer that it keeps.
 pub(crate) struct Encoder {
+    level: u16,
     zstd: Option<zstd::bulk::Compressor<'static>>,
     plain: Vec<u8>,
     packed: Vec<u8>,
 }
 
 impl Encoder {
-    pub(crate) fn new() -> Encoder {
+    /// For groups of this format level.
+    pub(crate) fn new(level: u16) -> Encoder {
         // Without a compressor (no memory for one), groups are merely larger.
         Encoder {
+            level,
             zstd: zstd::bulk::Compressor::new(ZSTD_LEVEL).ok(),
             plain: Vec::new(),
             packed: Vec::new(),
@@ -65,7 +73,7 @@ impl Encoder {
         let (header, body) = frame.split_at_mut(HEADER_BYTES);
         let body_crc = crc32c::crc32c(body);
         header[0..4].copy_from_slice(&MAGIC);
-        header[4..6].copy_from_slice(&FORMAT_LEVEL.to_le_bytes());
+        header[4..6].copy_from_slice(&self.level.to_le_bytes());
         header[6..8].copy_from_slice(&flags.to_le_bytes());
         header[8..12].copy_from_slice(&(records.len() as u32).to_le_bytes());
         header[12..16].copy_from_slice(&(plain_length as u32).to_le_bytes());
@@ -133,10 +141,9 @@ impl Header {
         })
     }
 
-    /// The first header in `bytes`, at any offset.
-    pub(crate) fn find(seed: u32, bytes: &[u8]) -> Option<(usize, Header)> {
-        let starts = bytes.windows(MAGIC.len()).enumerate().filter(|(_, window)| *window == MAGIC);
-        starts.into_iter().find_map(|(at, _)| Some((at, Header::read(seed, &bytes[at..])?)))
+    /// The first header in `bytes` that `counts`, at any offset.
+    pub(crate) fn find(seed: u32, bytes: &[u8], counts: impl Fn(&Header) -> bool) -> Option<(usize, Header)> {
+        memchr::memmem::find_iter(bytes, &MAGIC).find_map(|at| Some((at, Header::read(seed, &bytes[at..]).filter(&counts)?)))
     }
 
     /// The body, if `bytes` (what follows the header) holds all of it and its checksum is right.
@@ -287,7 +294,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_encoded_is_decoded(records in records(), seed: u32, position: u64) {
-            let mut encoder = Encoder::new();
+            let mut encoder = Encoder::new(FORMAT_LEVEL);
             let frame = encoder.encode(seed, position, &records);
             prop_assert!(frame.len() <= HEADER_BYTES + size_bound(&records));
             prop_assert_eq!(decode_all(frame, seed).unwrap(), records);
@@ -296,7 +303,7 @@ mod tests {
 
         #[test]
         fn a_signed_lie_is_an_error_or_whole_records(records in records(), seed: u32, at: usize, mask in 1..=255u8) {
-            let mut encoder = Encoder::new();
+            let mut encoder = Encoder::new(FORMAT_LEVEL);
             let mut frame = encoder.encode(seed, 1, &records).to_vec();
             let at = at % frame.len();
             frame[at] ^= mask;
@@ -307,7 +314,7 @@ mod tests {
         #[test]
         fn any_bytes_are_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200), seed: u32) {
             prop_assert!(decode_all(&bytes, seed).is_err());
-            prop_assert!(Header::find(seed, &bytes).is_none());
+            prop_assert!(Header::find(seed, &bytes, |_| true).is_none());
             let records = Records { rest: &bytes, left: 3 };
             prop_assert!(records.count() <= 3);
         }

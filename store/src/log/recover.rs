@@ -20,8 +20,12 @@ pub struct Recovery {
     pub position: u64,
     /// Position of the snapshot that reading began with.
     pub snapshot: Option<u64>,
+    /// The format level that the log is written at: that of its last segment.
+    pub level: u16,
     /// Snapshots that are damaged, each with the reason; reading began with an older one, or without.
     pub skipped_snapshots: Vec<String>,
+    /// Damaged places that do no harm, since the snapshot reflects what was there.
+    pub passed_damage: Vec<String>,
     /// The first position that is still there as a record (or would be, in a log that has none).
     pub first_position: u64,
     /// Records that were read and handed on: those behind the snapshot.
@@ -42,7 +46,7 @@ pub(super) struct Tail {
     pub(super) path: PathBuf,
     pub(super) first_position: u64,
     /// None where the file is too short for a header: nothing can be in it, and it is made anew.
-    pub(super) seed: Option<u32>,
+    pub(super) header: Option<segment::Header>,
     /// End of the last whole group.
     pub(super) end: u64,
     /// The last whole group and where it lies, if there is one in this segment.
@@ -185,7 +189,9 @@ impl Reader {
         if snapshot <= end {
             return Ok(());
         }
-        let what = format!("a snapshot reflects position {snapshot}, but the segments end at {end}: what was behind that is missing");
+        let what = format!(
+            "a snapshot reflects position {snapshot}, but the segments end at {end}; `evalgrid log repair` can go on from the snapshot"
+        );
         let dir = dir.to_owned();
         Err(LogError::Missing { dir, what })
     }
@@ -202,26 +208,34 @@ impl Reader {
                     format!("it begins at position {first_position}, but the log before it ends before {expected}"),
                 ));
             }
-            let last = index + 1 == segments.len();
+            let next = segments.get(index + 1).map(|(first_position, _)| *first_position);
             // The buffer is lent out, so that the records can borrow from it while the rest of the reader works.
             let mut buffer = std::mem::take(&mut self.buffer);
             load(path, &mut buffer)?;
-            tail = Some(self.read_segment(path, *first_position, &buffer, last, visit)?);
+            tail = Some(self.read_segment(path, *first_position, &buffer, next, visit)?);
             self.buffer = buffer;
         }
         Ok(tail)
     }
 
-    fn read_segment(&mut self, path: &Path, first_position: u64, bytes: &[u8], last: bool, visit: Visit<'_>) -> Result<Tail, LogError> {
+    /// Reads one segment; `next` is where the one after it begins, if it is not the last.
+    fn read_segment(
+        &mut self,
+        path: &Path,
+        first_position: u64,
+        bytes: &[u8],
+        next: Option<u64>,
+        visit: Visit<'_>,
+    ) -> Result<Tail, LogError> {
         let mut tail = Tail {
             path: path.to_owned(),
             first_position,
-            seed: None,
+            header: None,
             end: 0,
             last_group: None,
         };
         let Some(header) = bytes.first_chunk() else {
-            if !last {
+            if next.is_some() {
                 return Err(corrupt(path, 0, "it is shorter than a segment's header"));
             }
             self.recovery.torn_bytes += bytes.len() as u64;
@@ -236,14 +250,17 @@ impl Reader {
                 format!("its header says that it begins at position {}", header.first_position),
             ));
         }
-        let seed = header.seed();
-        tail.seed = Some(seed);
+        tail.header = Some(header);
+        self.recovery.level = header.level;
+        let (seed, recycled) = (header.seed(), header.recycled);
+        // Positions only grow, so a group of the file's former use can be told even if its checksum should fit by chance.
+        let ours = |group: &frame::Header| !recycled || group.first_position >= first_position;
 
         let mut at = segment::HEADER_BYTES;
         let mut last_group = None;
         let torn = loop {
             let rest = &bytes[at..];
-            let header = frame::Header::read(seed, rest);
+            let header = frame::Header::read(seed, rest).filter(ours);
             if let Some(header) = &header {
                 // Checked before the body: a newer level may have another kind of body, and must not pass for a torn group.
                 check_level(path, at, header.level)?;
@@ -256,35 +273,58 @@ impl Reader {
                     return Err(corrupt(path, at, reason));
                 }
                 if let Some(body) = header.body(&rest[frame::HEADER_BYTES..]) {
-                    self.read_group(path, at, header, body, visit)?;
+                    let before = self.recovery.position;
+                    self.read_group(path, at, header, body, visit).inspect_err(|_| {
+                        // What is told of as whole ends with a whole group.
+                        self.recovery.position = before;
+                    })?;
                     let length = frame::HEADER_BYTES + body.len();
                     last_group = Some((at, length));
                     at += length;
                     continue;
                 }
             }
-            let written = written_length(rest);
+            let written = if recycled { rest.len() } else { written_length(rest) };
             if written == 0 {
                 break 0;
             }
-            if !last {
+            if let Some((offset, later)) = frame::Header::find(seed, &rest[1..written], ours) {
+                let place = at + 1 + offset;
+                if later.first_position <= self.recovery.position || later.first_position > self.reflected + 1 {
+                    let reason = format!("a group is damaged, and position {} follows at byte {place}", later.first_position);
+                    return Err(corrupt(path, at, reason));
+                }
+                self.recovery.passed_damage.push(format!(
+                    "{} at byte {at}: positions {} to {} cannot be read",
+                    path.display(),
+                    self.recovery.position + 1,
+                    later.first_position - 1
+                ));
+                self.recovery.position = later.first_position - 1;
+                at = place;
+                continue;
+            }
+            let torn = match header {
+                Some(header) if recycled => rest.len().min(frame::HEADER_BYTES + header.body_length as usize),
+                None if recycled => 0,
+                _ => written,
+            };
+            if torn > 0 && next.is_some() {
                 return Err(corrupt(path, at, "a group is damaged, and there are later segments"));
             }
-            if let Some((offset, later)) = frame::Header::find(seed, &rest[1..written]) {
-                let reason = format!(
-                    "a group is damaged, and position {} follows at byte {}",
-                    later.first_position,
-                    at + 1 + offset
-                );
-                return Err(corrupt(path, at, reason));
-            }
-            break written;
+            break torn;
         };
+        let expected = self.recovery.position + 1;
+        if let Some(next) = next.filter(|next| recycled && *next != expected) {
+            let reason =
+                format!("position {expected} should be here, or a segment that begins with it is missing before the one with {next}");
+            return Err(corrupt(path, at, reason));
+        }
         self.recovery.bytes += at as u64;
         self.recovery.torn_bytes += torn as u64;
         tail.end = at as u64;
         tail.last_group = last_group
-            .filter(|_| last)
+            .filter(|_| next.is_none())
             .map(|(start, length)| (start as u64, bytes[start..start + length].to_vec()));
         Ok(tail)
     }
@@ -309,7 +349,6 @@ impl Reader {
             match self.sequences.advance(record.partition, record.sequence) {
                 Err(1) if self.headless && record.sequence > 0 => self.sequences.begin(record.partition, record.sequence),
                 Err(expected) => {
-                    self.recovery.position -= 1;
                     let reason = format!("partition {} goes on with {}, not {expected}", record.partition, record.sequence);
                     return Err(corrupt(path, at, reason));
                 }
@@ -323,7 +362,7 @@ impl Reader {
 }
 
 /// Reads a whole segment; it is never longer than [`SEGMENT_BYTES`].
-fn load(path: &Path, buffer: &mut Vec<u8>) -> Result<(), LogError> {
+pub(super) fn load(path: &Path, buffer: &mut Vec<u8>) -> Result<(), LogError> {
     buffer.clear();
     let file = File::open(path).map_err(LogError::io("open", path))?;
     file.take(SEGMENT_BYTES + 1)

@@ -94,7 +94,7 @@ impl RedisLog {
             position,
             chain,
             sequences,
-            encoder: Encoder::new(),
+            encoder: Encoder::new(crate::log::FORMAT_LEVEL),
             recovery,
             shared,
             snapshots,
