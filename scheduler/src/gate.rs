@@ -4,13 +4,13 @@
 use axum::{Router, extract::Request, response::Response};
 use evalgrid_proto::v1::{batches_server::BatchesServer, workers_server::WorkersServer};
 use tokio::sync::watch;
-use tonic::{Status, body::Body, service::Routes};
+use tonic::{Status, body::Body, metadata::MetadataValue, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::ServiceExt as _;
 
 use crate::{ServeError, clients::ClientsService, workers::WorkersService};
 
-/// Says where the active scheduler is, as far as a standby knows.
+/// Says where the active scheduler is; empty where a standby does not know. Its presence tells callers that nothing was done.
 const ACTIVE: &str = "evalgrid-active";
 
 /// Whether calls are let through, and to what.
@@ -89,9 +89,10 @@ impl Gate {
             },
             Door::Closed(active) => {
                 let mut status = Status::unavailable("this scheduler is a standby; ask the active one of its cell");
-                if let Some(active) = active.and_then(|address| address.parse().ok()) {
-                    status.metadata_mut().insert(ACTIVE, active);
-                }
+                let active = active.and_then(|address| address.parse().ok());
+                status
+                    .metadata_mut()
+                    .insert(ACTIVE, active.unwrap_or(MetadataValue::from_static("")));
                 let (parts, ()) = status.into_http::<()>().into_parts();
                 Response::from_parts(parts, axum::body::Body::new(Body::empty()))
             }
