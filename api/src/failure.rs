@@ -43,6 +43,8 @@ pub(crate) enum Failure {
 
 /// What a caller is told where the scheduler cannot be asked.
 const UNAVAILABLE: &str = "The service cannot answer right now. Try again.";
+/// What a caller is told where the scheduler was lost in the middle of a change.
+const UNKNOWN_OUTCOME: &str = "The service was lost while it worked on this, so it is not known whether it was done. Send it again with the same idempotency-key: it is then done once.";
 /// What a caller is told where stored data is missing or damaged, if the scheduler does not say more.
 const LOST: &str = "What was stored for this is missing or damaged, and trying again will not help. Start the batch anew, or ask the operator to restore a backup.";
 /// Seconds in `Retry-After`.
@@ -67,6 +69,10 @@ impl Failure {
             return failure;
         }
         let message = status.message().to_owned();
+        if evalgrid_discovery::broke_off(status) {
+            tracing::warn!(code = ?status.code(), reason = %message, "the connection to the scheduler broke");
+            return Failure::Unavailable(UNAVAILABLE.into());
+        }
         match status.code() {
             Code::Unauthenticated => Failure::Unauthorized(or(message, "The bearer token is missing or not valid.")),
             Code::PermissionDenied => Failure::Forbidden(or(message, "The key lacks the permission for this.")),
@@ -89,6 +95,11 @@ impl Failure {
                 Failure::Internal
             }
         }
+    }
+
+    /// Nobody knows whether a request that was to change something has done so.
+    pub(crate) fn unknown_outcome() -> Failure {
+        Failure::Unavailable(UNKNOWN_OUTCOME.into())
     }
 
     /// Something stored is not there although it must be.

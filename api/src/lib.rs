@@ -3,6 +3,7 @@
 //! Every operation is `POST /v1/<group.op>` with a JSON body. `GET /` and `GET /healthz` answer without a key.
 
 mod body;
+mod cell;
 mod failure;
 pub mod limits;
 mod ops;
@@ -23,45 +24,29 @@ use futures::FutureExt as _;
 use http::Method;
 use serde_json::json;
 use tokio::{net::TcpListener, sync::watch};
-use tonic::transport::Endpoint;
 
-use crate::failure::Failure;
+use crate::{cell::Cell, failure::Failure};
 
 /// What the API needs to know.
 #[derive(Clone, Debug)]
 pub struct ApiOptions {
-    /// Where the scheduler listens: `http://host:port`.
-    pub scheduler: String,
+    /// Where each scheduler of the cell listens: `http://host:port`.
+    pub schedulers: Vec<String>,
 }
 
 /// Why the API could not serve.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
-    /// The scheduler's address is not one.
-    #[error("{address:?} is not an address of a scheduler (expected http://host:port)")]
-    Address {
-        /// As configured.
-        address: String,
-    },
+    /// The schedulers' addresses.
+    #[error(transparent)]
+    Address(#[from] evalgrid_discovery::AddressError),
 }
 
-/// Answers on `listener` until `shutdown` says true, then lets open requests finish within [`limits::SHUTDOWN_GRACE`]. The scheduler may come
-/// and go: while it is away, requests get 503.
+/// Answers on `listener` until `shutdown` says true, then lets open requests finish within [`limits::SHUTDOWN_GRACE`]. Schedulers may
+/// come and go: while none is the active one, requests get 503.
 pub async fn serve(listener: TcpListener, o: ApiOptions, shutdown: watch::Receiver<bool>) -> Result<(), ApiError> {
-    let address = || ApiError::Address {
-        address: o.scheduler.clone(),
-    };
-    let endpoint = Endpoint::from_shared(o.scheduler.clone()).map_err(|_| address())?;
-    if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().host().is_none() {
-        return Err(address());
-    }
-    let channel = endpoint
-        .connect_timeout(limits::CONNECT_DEADLINE)
-        .http2_keep_alive_interval(limits::KEEP_ALIVE)
-        .keep_alive_while_idle(true)
-        .http2_adaptive_window(true)
-        .connect_lazy();
-    server::run(listener, router(ops::App::new(channel)), shutdown).await;
+    let cell = Cell::new(&o.schedulers)?;
+    server::run(listener, router(ops::App::new(cell)), shutdown).await;
     Ok(())
 }
 

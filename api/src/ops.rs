@@ -1,6 +1,6 @@
 //! The operations: their requests, what is asked of the scheduler for them, and their answers.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use axum::{
     body::Body,
@@ -15,42 +15,34 @@ use evalgrid_domain::{
 };
 use evalgrid_proto::v1::{
     CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, PageCursor, StartBatchRequest, WhoamiRequest,
-    auth_client::AuthClient, batches_client::BatchesClient,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use serde_json::{Value, json};
-use tokio::{sync::Semaphore, time::timeout};
-use tonic::{
-    Status,
-    metadata::{Ascii, MetadataValue},
-    transport::Channel,
-};
+use tokio::sync::Semaphore;
+use tonic::metadata::{Ascii, MetadataValue};
 
 use crate::{
     body::{self, Bodies, Budget, Held},
+    cell::{Cell, call},
     failure::Failure,
     limits, render, result,
 };
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 
-/// The scheduler, and the limits that all requests share.
+/// The cell, and the limits that all requests share.
 #[derive(Clone)]
 pub(crate) struct App {
-    pub(crate) batches: BatchesClient<Channel>,
-    auth: AuthClient<Channel>,
+    pub(crate) cell: Cell,
     bodies: Bodies,
     pub(crate) requests: Budget,
     pub(crate) results: Arc<Semaphore>,
 }
 
 impl App {
-    pub(crate) fn new(channel: Channel) -> App {
+    pub(crate) fn new(cell: Cell) -> App {
         App {
-            batches: BatchesClient::new(channel.clone())
-                .max_decoding_message_size(limits::MESSAGE_FROM_SCHEDULER)
-                .max_encoding_message_size(limits::MESSAGE_TO_SCHEDULER),
-            auth: AuthClient::new(channel),
+            cell,
             bodies: Bodies::new(limits::SMALL_IN_FLIGHT, limits::LARGE_IN_FLIGHT),
             requests: Budget::new(limits::REQUESTS_IN_FLIGHT),
             results: Arc::new(Semaphore::new(limits::RESULTS_IN_FLIGHT)),
@@ -105,34 +97,39 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
         _ => MAX_BODY_BYTES,
     };
     let body = body::read(body, limit, &app.bodies, may_send(app, op, &caller)).await?;
-    let mut batches = app.batches.clone();
+    let cell = &app.cell;
     match op {
         Op::Start => {
             let message = StartBatchRequest {
                 json: body.bytes.clone(),
                 idempotency_key,
             };
-            let started = ask(limits::START_DEADLINE, batches.start(caller.request(message))).await?;
+            let start = call!(cell.batches, start, caller.request(message.clone()));
+            let started = cell.write(limits::START_DEADLINE, start).await?;
             Ok(answered(&render::started(&started)))
         }
         Op::GetBatch => {
             let id = decode(body, by_id)?;
-            let batch = ask(limits::CALL_DEADLINE, batches.get(caller.request(GetBatchRequest { id }))).await?;
+            let get = call!(cell.batches, get, caller.request(GetBatchRequest { id: id.clone() }));
+            let batch = cell.read(limits::CALL_DEADLINE, get).await?;
             result::batch(app, caller, batch).await
         }
         Op::CancelBatch => {
             let id = decode(body, by_id)?;
-            let batch = ask(limits::CALL_DEADLINE, batches.cancel(caller.request(CancelBatchRequest { id }))).await?;
+            let cancel = call!(cell.batches, cancel, caller.request(CancelBatchRequest { id: id.clone() }));
+            let batch = cell.write(limits::CALL_DEADLINE, cancel).await?;
             result::batch(app, caller, batch).await
         }
         Op::GetRun => {
             let id = decode(body, by_id)?;
-            let run = ask(limits::CALL_DEADLINE, batches.get_run(caller.request(GetRunRequest { id }))).await?;
+            let get_run = call!(cell.batches, get_run, caller.request(GetRunRequest { id: id.clone() }));
+            let run = cell.read(limits::CALL_DEADLINE, get_run).await?;
             result::run(app, caller, run).await
         }
         Op::ListBatches => {
             let message = decode(body, list_batches)?;
-            let page = ask(limits::CALL_DEADLINE, batches.list(caller.request(message))).await?;
+            let list = call!(cell.batches, list, caller.request(message.clone()));
+            let page = cell.read(limits::CALL_DEADLINE, list).await?;
             Ok(answered(&render::page(&page)))
         }
         Op::Whoami => {
@@ -143,7 +140,8 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
 }
 
 async fn whoami(app: &App, caller: &Caller) -> Result<Identity, Failure> {
-    ask(limits::CALL_DEADLINE, app.auth.clone().whoami(caller.request(WhoamiRequest {}))).await
+    let whoami = call!(app.cell.auth, whoami, caller.request(WhoamiRequest {}));
+    app.cell.read(limits::CALL_DEADLINE, whoami).await
 }
 
 /// The organization of a caller who may send a large body. What else they may do is the scheduler's to say; this only spares reading 64 MiB for
@@ -157,15 +155,6 @@ async fn may_send(app: &App, op: Op, caller: &Caller) -> Result<String, Failure>
         )));
     }
     Ok(identity.organization_id)
-}
-
-/// One call to the scheduler.
-async fn ask<T>(deadline: Duration, call: impl Future<Output = Result<tonic::Response<T>, Status>>) -> Result<T, Failure> {
-    match timeout(deadline, call).await {
-        Ok(Ok(response)) => Ok(response.into_inner()),
-        Ok(Err(status)) => Err(Failure::from_status(&status)),
-        Err(_) => Err(Failure::from_status(&Status::deadline_exceeded("no answer in time"))),
-    }
 }
 
 fn answered(value: &Value) -> Response {

@@ -14,6 +14,7 @@ use tokio::{
 };
 
 use crate::{
+    cell::call,
     failure::Failure,
     limits,
     ops::{App, Caller},
@@ -256,8 +257,8 @@ struct Object {
 impl Object {
     async fn open(app: &App, caller: &Caller, reference: ObjectRef) -> Result<Object, Broken> {
         let left = reference.size;
-        let mut batches = app.batches.clone();
-        match timeout(limits::CALL_DEADLINE, batches.get_object(caller.request(reference))).await {
+        let open = call!(app.cell.batches, get_object, caller.request(reference.clone()));
+        match timeout(limits::CALL_DEADLINE, app.cell.twice(open)).await {
             Ok(Ok(response)) => Ok(Object {
                 chunks: response.into_inner(),
                 left,

@@ -2,14 +2,16 @@
 
 use std::{fs, io, path::Path, time::Duration};
 
+use evalgrid_discovery::{Routed, Schedulers};
 use evalgrid_proto::v1::{Refusal, admin_client::AdminClient, batches_client::BatchesClient};
 use prost::Message as _;
+use tokio::time::timeout;
 use tonic::{
     Code, Request, Status,
     metadata::{Ascii, MetadataValue},
     service::{Interceptor, interceptor::InterceptedService},
-    transport::{Channel, Endpoint},
 };
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::{Failure, options, output};
 
@@ -29,18 +31,18 @@ impl Interceptor for Bearer {
     }
 }
 
-pub(crate) type Batches = BatchesClient<InterceptedService<Channel, Bearer>>;
-pub(crate) type Admin = AdminClient<InterceptedService<Channel, Bearer>>;
+pub(crate) type Batches = BatchesClient<InterceptedService<Routed, Bearer>>;
+pub(crate) type Admin = AdminClient<InterceptedService<Routed, Bearer>>;
 
 /// A client for batches, with the caller's API key.
 pub(crate) async fn batches(client: &options::Client) -> Result<Batches, Failure> {
     let key = api_key(client)?;
-    batches_at(&client.scheduler.scheduler, &key).await
+    batches_at(&client.scheduler.schedulers, &key).await
 }
 
-/// A client for batches at `address` with `key`.
-pub(crate) async fn batches_at(address: &str, key: &str) -> Result<Batches, Failure> {
-    let client = BatchesClient::with_interceptor(connect(address).await?, bearer(key)?);
+/// A client for batches at the cell of these schedulers with `key`.
+pub(crate) async fn batches_at(schedulers: &[String], key: &str) -> Result<Batches, Failure> {
+    let client = BatchesClient::with_interceptor(connect(schedulers).await?, bearer(key)?);
     Ok(client.max_decoding_message_size(MESSAGE).max_encoding_message_size(MESSAGE))
 }
 
@@ -51,7 +53,7 @@ pub(crate) async fn admin(operator: &options::Operator) -> Result<Admin, Failure
         None => secret(&operator.data.data.join("admin-token"), "the admin token", "EVALGRID_ADMIN_TOKEN")?,
     };
     Ok(AdminClient::with_interceptor(
-        connect(&operator.scheduler.scheduler).await?,
+        connect(&operator.scheduler.schedulers).await?,
         bearer(&token)?,
     ))
 }
@@ -81,27 +83,29 @@ pub(crate) fn secret(path: &Path, what: &str, variable: &str) -> Result<String, 
     }
 }
 
-async fn connect(address: &str) -> Result<Channel, Failure> {
-    let usage = || {
-        Failure::usage(
-            format!("{address:?} is no address of a scheduler"),
-            "Expected --scheduler http://host:port.",
-        )
+/// A way to whichever of `addresses` is the active scheduler, at each call anew. There must be one now.
+async fn connect(addresses: &[String]) -> Result<Routed, Failure> {
+    let schedulers = Schedulers::new(addresses, |endpoint| endpoint.connect_timeout(CONNECT_DEADLINE))
+        .map_err(|error| Failure::usage(error.to_string(), "Correct --scheduler."))?;
+    // A health check is answered by every scheduler, and without a key.
+    let there = match schedulers.are_several() {
+        true => schedulers.active().await.map(drop).map_err(|none| none.to_string()),
+        false => {
+            let mut health = HealthClient::new(Routed::new(schedulers.clone()));
+            let answer = timeout(CONNECT_DEADLINE, health.check(HealthCheckRequest::default())).await;
+            let there = answer.ok().and_then(Result::ok);
+            there
+                .map(drop)
+                .ok_or_else(|| format!("no scheduler answers at {}", addresses.join(", ")))
+        }
     };
-    let endpoint = Endpoint::from_shared(address.to_owned()).map_err(|_| usage())?;
-    if endpoint.uri().scheme_str() != Some("http") || endpoint.uri().host().is_none() {
-        return Err(usage());
-    }
-    endpoint
-        .connect_timeout(CONNECT_DEADLINE)
-        .connect()
-        .await
-        .map_err(|_| unreachable_at(address))
+    there.map_err(|why| unreachable(&why))?;
+    Ok(Routed::new(schedulers))
 }
 
-pub(crate) fn unreachable_at(address: &str) -> Failure {
+fn unreachable(why: &str) -> Failure {
     Failure::new(
-        format!("no scheduler answers at {address}"),
+        why,
         format!("Start one with `{} serve`, or name another with --scheduler.", output::program()),
     )
 }

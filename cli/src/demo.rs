@@ -79,7 +79,7 @@ async fn asked(mut stopped: watch::Receiver<bool>) {
 /// Nothing of the demo goes on when it was stopped: its batch is cancelled, and what was running is waited for.
 async fn clean_up(places: &Places, key: &str) -> Result<(), Failure> {
     let cancel = async {
-        let mut batches = client::batches_at(&places.grpc, key).await?;
+        let mut batches = client::batches_at(std::slice::from_ref(&places.grpc), key).await?;
         let page = batches
             .list(ListBatchesRequest::default())
             .await
@@ -142,7 +142,7 @@ async fn show(places: &Places, key: &str) -> Result<Vec<String>, Failure> {
         "Started {id} with {} over HTTP: examples/hello/request.json.\n",
         output::count(runs, "run")
     ))?;
-    let mut batches = client::batches_at(&places.grpc, key).await?;
+    let mut batches = client::batches_at(std::slice::from_ref(&places.grpc), key).await?;
     let batch = progress::follow(&mut batches, &id).await?;
     batch::show(&mut batches, &batch).await?;
     let data = places.data.display();

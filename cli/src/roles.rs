@@ -136,7 +136,7 @@ pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failu
         )?,
     };
     let policy = process_policy(&options.executor);
-    let executor = executor_options(options.work, options.scheduler.scheduler, token, &options.executor, policy)?;
+    let executor = executor_options(options.work, options.scheduler.schedulers, token, &options.executor, policy)?;
     evalgrid_executor::run(executor, stopped)
         .await
         .map_err(|error| executor_ended(&error))
@@ -148,7 +148,7 @@ pub(crate) async fn api(options: options::ApiRole) -> Result<(), Failure> {
     let listener = listen(options.http.http, "--http").await?;
     let _ = output::line(&format!("The API runs at {}.", url(local(&listener)?)));
     let api = ApiOptions {
-        scheduler: options.scheduler.scheduler,
+        schedulers: options.scheduler.schedulers,
     };
     evalgrid_api::serve(listener, api, stopped)
         .await
@@ -187,7 +187,7 @@ impl All {
         let opened = open(data, scheduler, providers, |_| ()).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
-        let executor = executor_options(data.join(WORK), grpc_url.clone(), token, executor, policy)?;
+        let executor = executor_options(data.join(WORK), vec![grpc_url.clone()], token, executor, policy)?;
         let (stop_front, front_stopped) = watch::channel(false);
         let (stop_scheduler, scheduler_stopped) = watch::channel(false);
         let first_key = opened.first_key().map(str::to_owned);
@@ -201,7 +201,7 @@ impl All {
         });
         let mut front = JoinSet::new();
         let api = ApiOptions {
-            scheduler: grpc_url.clone(),
+            schedulers: vec![grpc_url.clone()],
         };
         let stopped = front_stopped.clone();
         front.spawn(async move { evalgrid_api::serve(http, api, stopped).await.map_err(|error| ended("API", &error)) });
@@ -371,7 +371,7 @@ fn process_policy(flags: &options::ExecutorFlags) -> ProcessPolicy {
 
 fn executor_options(
     work: PathBuf,
-    scheduler: String,
+    schedulers: Vec<String>,
     worker_token: String,
     flags: &options::ExecutorFlags,
     process_sandbox: ProcessPolicy,
@@ -380,7 +380,7 @@ fn executor_options(
         .map_err(|error| Failure::new(format!("this program cannot find its own file: {error}"), "Is /proc mounted?"))?;
     Ok(ExecutorOptions {
         work: absolute(&work),
-        scheduler,
+        schedulers,
         worker_token,
         slots: flags.slots.unwrap_or_else(default_slots),
         process_sandbox,

@@ -20,7 +20,7 @@ use tokio::{
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
-pub use routed::{Routed, never_began, twice};
+pub use routed::{Routed, another_may_answer, broke_off, never_began, twice};
 
 /// How long a caller waits until there is an active scheduler: a failover takes 3 s, and a caller that waits is better off than one that
 /// comes back.

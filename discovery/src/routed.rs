@@ -67,8 +67,18 @@ pub fn never_began(status: &Status) -> bool {
     status.code() == Code::Unavailable && status.metadata().contains_key(ACTIVE)
 }
 
+/// Whether a failed call may fare better with another scheduler: this one says that it cannot answer, or nothing was heard from it to the end.
+pub fn another_may_answer(status: &Status) -> bool {
+    status.code() == Code::Unavailable || broke_off(status)
+}
+
+/// Whether the connection failed: nothing that a scheduler says itself has a cause on our side.
+pub fn broke_off(status: &Status) -> bool {
+    status.source().is_some()
+}
+
 /// Calls `once` and, where that failed and another scheduler may do better, a second time. `again` says whether a call that failed so may be
-/// made twice: for a read that may always be, for a write where it [`never_began`].
+/// made twice: a read where [`another_may_answer`], a write where it [`never_began`].
 pub async fn twice<T, F>(
     schedulers: &Schedulers,
     again: impl Fn(&Status) -> bool,

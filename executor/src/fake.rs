@@ -144,7 +144,7 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         size: bytes.len() as u64,
     };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let client = Client::new(&format!("http://{}", listener.local_addr().unwrap()), "token").unwrap();
+    let client = Client::new(&[format!("http://{}", listener.local_addr().unwrap())], "token").unwrap();
     tokio::spawn(
         Server::builder()
             .add_service(WorkersServer::new(OneObject(bytes)))

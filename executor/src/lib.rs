@@ -25,7 +25,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits, ProcessProvider, SandboxError, SandboxProvider};
 use tokio::{
     sync::watch,
-    time::{sleep, timeout},
+    time::{Instant, sleep_until, timeout},
 };
 
 pub use folder::FolderError;
@@ -33,7 +33,7 @@ pub use link::AddressError;
 
 use crate::{backoff::Pauses, folder::Folder, link::Client, objects::Objects, worker::Worker};
 
-/// Pauses between connections: short enough that a restarted scheduler is found at once.
+/// Pauses between the beginnings of two connections: short enough that a restarted scheduler is found at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// And never so long that a lease could not be saved.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
@@ -58,8 +58,8 @@ pub enum ProcessPolicy {
 pub struct ExecutorOptions {
     /// Its folder, for it alone: its name, its sandboxes.
     pub work: PathBuf,
-    /// `http://host:port` of the scheduler's gRPC.
-    pub scheduler: String,
+    /// `http://host:port` of the gRPC of each scheduler of the cell.
+    pub schedulers: Vec<String>,
     /// The workers' token.
     pub worker_token: String,
     /// Trials at once.
@@ -97,8 +97,8 @@ pub enum ExecutorError {
 /// Runs until `shutdown` says true (or its sender is gone). Loses the scheduler as often as it must, and comes back each time.
 pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) -> Result<(), ExecutorError> {
     let folder = Folder::open(&options.work)?;
-    let client = Client::new(&options.scheduler, &options.worker_token)?;
-    let objects = Objects::new(Client::new(&options.scheduler, &options.worker_token)?);
+    let client = Client::new(&options.schedulers, &options.worker_token)?;
+    let objects = Objects::new(Client::new(&options.schedulers, &options.worker_token)?);
     let providers = providers(&options).await?;
     let shared: Vec<_> = evalgrid_harness::shared_files()
         .into_iter()
@@ -118,7 +118,7 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
         }
     };
     tokio::select! {
-        () = stay_connected(&worker, &client) => Err(ExecutorError::Refused(options.scheduler)),
+        () = stay_connected(&worker, &client) => Err(ExecutorError::Refused(options.schedulers.join(", "))),
         () = stop => Ok(()),
     }
 }
@@ -128,10 +128,14 @@ async fn stay_connected(worker: &Arc<Worker>, client: &Client) {
     let mut pauses = Pauses::new(FIRST_PAUSE, LONGEST_PAUSE);
     let mut known = false;
     loop {
+        // One that has lasted is followed by the next at once; those that fail at once keep their distance.
+        let next = Instant::now() + pauses.next();
+        let mut began = Instant::now();
         let welcomed = || {
             tracing::info!("connected to the scheduler");
             pauses.reset();
             known = true;
+            began = Instant::now();
         };
         tokio::select! {
             Err(end) = link::session(worker, client, welcomed) => {
@@ -142,7 +146,8 @@ async fn stay_connected(worker: &Arc<Worker>, client: &Client) {
             }
             () = worker.silence() => worker.expire(),
         }
-        let pause = sleep(pauses.next());
+        client.suspect(began);
+        let pause = sleep_until(next);
         tokio::pin!(pause);
         loop {
             tokio::select! {

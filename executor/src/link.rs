@@ -1,7 +1,8 @@
-//! The connection to the scheduler: one stream for leases, reports and heartbeats, for as long as it holds.
+//! The connection to the cell's active scheduler: one stream for leases, reports and heartbeats, for as long as it holds.
 
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
+use evalgrid_discovery::{Routed, Schedulers};
 use evalgrid_proto::v1::{FromWorker, Heartbeat, Report, ToWorker, from_worker, to_worker::Message, workers_client::WorkersClient};
 use tokio::{
     sync::mpsc,
@@ -11,12 +12,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
     Code, Request, Status, Streaming,
     metadata::{Ascii, MetadataValue},
-    transport::{Channel, Endpoint},
+    transport::Endpoint,
 };
 
 use crate::worker::Worker;
 
-/// Connecting, and each answer that a healthy scheduler gives at once.
+/// Connecting, and each answer that a healthy scheduler gives at once. Longer than it takes to give up on finding an active one.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 /// A TCP connection, within the above.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
@@ -34,39 +35,51 @@ const MILLIS: std::ops::RangeInclusive<u64> = 10..=3_600_000;
 /// The scheduler's gRPC client, with the workers' token.
 #[derive(Clone)]
 pub(crate) struct Client {
-    grpc: WorkersClient<Channel>,
+    grpc: WorkersClient<Routed>,
+    schedulers: Schedulers,
     authorization: MetadataValue<Ascii>,
 }
 
-/// The scheduler's address or the token cannot be used.
+/// The schedulers' addresses or the token cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AddressError {
-    /// Not `http://host:port`.
-    #[error("the scheduler's address {0} is not valid: {1}")]
-    Address(String, #[source] tonic::transport::Error),
+    /// Not `http://host:port`, or none at all.
+    #[error(transparent)]
+    Address(#[from] evalgrid_discovery::AddressError),
     /// It has bytes that no header may have.
     #[error("the workers' token has characters that cannot be sent")]
     Token,
 }
 
 impl Client {
-    /// Connects when first used, and again whenever it must.
-    pub(crate) fn new(scheduler: &str, token: &str) -> Result<Self, AddressError> {
-        let endpoint = Endpoint::from_shared(scheduler.to_owned())
-            .map_err(|error| AddressError::Address(scheduler.to_owned(), error))?
-            .connect_timeout(CONNECT_DEADLINE)
-            .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-            .keep_alive_timeout(KEEP_ALIVE_DEADLINE)
-            .keep_alive_while_idle(true)
-            .tcp_nodelay(true);
+    /// Connects when first used, and again whenever it must: to whichever of `schedulers` is the active one then.
+    pub(crate) fn new(schedulers: &[String], token: &str) -> Result<Self, AddressError> {
+        let tune = |endpoint: Endpoint| {
+            endpoint
+                .connect_timeout(CONNECT_DEADLINE)
+                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+                .keep_alive_timeout(KEEP_ALIVE_DEADLINE)
+                .keep_alive_while_idle(true)
+                .tcp_nodelay(true)
+        };
+        let schedulers = Schedulers::new(schedulers, tune)?;
         let mut authorization: MetadataValue<Ascii> = format!("Bearer {token}").parse().map_err(|_| AddressError::Token)?;
         authorization.set_sensitive(true);
-        let grpc = WorkersClient::new(endpoint.connect_lazy()).max_decoding_message_size(MAX_MESSAGE_BYTES);
-        Ok(Self { grpc, authorization })
+        let grpc = WorkersClient::new(Routed::new(schedulers.clone())).max_decoding_message_size(MAX_MESSAGE_BYTES);
+        Ok(Self {
+            grpc,
+            schedulers,
+            authorization,
+        })
     }
 
-    pub(crate) fn grpc(&self) -> WorkersClient<Channel> {
+    pub(crate) fn grpc(&self) -> WorkersClient<Routed> {
         self.grpc.clone()
+    }
+
+    /// What began at `began` has broken: its scheduler may not be the active one any more.
+    pub(crate) fn suspect(&self, began: Instant) {
+        self.schedulers.suspect(began);
     }
 
     pub(crate) fn authorized<T>(&self, message: T) -> Request<T> {

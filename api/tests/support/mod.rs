@@ -42,6 +42,8 @@ pub const OTHER: &str = "Bearer anp_other";
 pub struct Script {
     /// Answers every call with this instead.
     pub refuse: Option<Status>,
+    /// Answers every call with this, whoever asks.
+    pub standby: Option<Status>,
     pub batch: Batch,
     pub objects: HashMap<String, Vec<u8>>,
     /// Objects end after this many bytes although they are longer.
@@ -63,6 +65,9 @@ impl Fake {
     fn enter<T>(&self, name: &'static str, request: &tonic::Request<T>) -> Result<std::sync::MutexGuard<'_, Script>, Status> {
         let mut script = self.0.lock().unwrap();
         script.asked.push(name);
+        if let Some(refusal) = script.standby.clone() {
+            return Err(refusal);
+        }
         if ![KEY, READER, OTHER].contains(&key(request)) {
             return Err(Status::unauthenticated("no such key"));
         }
@@ -203,6 +208,42 @@ impl Auth for Fake {
     }
 }
 
+/// A scripted scheduler.
+pub struct Scheduler {
+    pub url: String,
+    pub script: Arc<Mutex<Script>>,
+    health: tonic_health::server::HealthReporter,
+}
+
+impl Scheduler {
+    pub async fn start() -> Scheduler {
+        let fake = Fake::default();
+        let script = fake.0.clone();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (health, health_service) = tonic_health::server::health_reporter();
+        let server = tonic::transport::Server::builder()
+            .add_service(health_service)
+            .add_service(BatchesServer::new(fake.clone()).max_decoding_message_size(70 << 20))
+            .add_service(AuthServer::new(fake))
+            .serve_with_incoming(tokio_stream::wrappers::TcpListenerStream::new(listener));
+        tokio::spawn(server);
+        Scheduler { url, script, health }
+    }
+
+    /// Becomes the active one, or a standby that refuses every call.
+    pub async fn set_active(&self, active: bool) {
+        let mut refusal = Status::unavailable("a standby");
+        refusal.metadata_mut().insert("evalgrid-active", "http://elsewhere:1".parse().unwrap());
+        self.script.lock().unwrap().standby = (!active).then_some(refusal);
+        let status = match active {
+            true => tonic_health::ServingStatus::Serving,
+            false => tonic_health::ServingStatus::NotServing,
+        };
+        self.health.set_service_status("", status).await;
+    }
+}
+
 /// The API, serving, in front of a scripted scheduler.
 pub struct Api {
     pub script: Arc<Mutex<Script>>,
@@ -232,31 +273,33 @@ impl Answer {
 
 impl Api {
     pub async fn start() -> Api {
-        let fake = Fake::default();
-        let script = fake.0.clone();
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let scheduler = format!("http://{}", listener.local_addr().unwrap());
-        let server = tonic::transport::Server::builder()
-            .add_service(BatchesServer::new(fake.clone()).max_decoding_message_size(70 << 20))
-            .add_service(AuthServer::new(fake))
-            .serve_with_incoming(tokio_stream::wrappers::TcpListenerStream::new(listener));
-        tokio::spawn(server);
-        let (api, stop) = Api::in_front_of(scheduler).await;
-        Api { script, stop, ..api }
+        let scheduler = Scheduler::start().await;
+        let (api, stop) = Api::in_front_of(vec![scheduler.url]).await;
+        Api {
+            script: scheduler.script,
+            stop,
+            ..api
+        }
+    }
+
+    /// One in front of a cell of these schedulers.
+    pub async fn of_cell(schedulers: Vec<String>) -> Api {
+        let (api, stop) = Api::in_front_of(schedulers).await;
+        Api { stop, ..api }
     }
 
     /// One whose scheduler is not there.
     pub async fn without_scheduler() -> Api {
         let unused = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
-        let (api, stop) = Api::in_front_of(format!("http://{unused}")).await;
+        let (api, stop) = Api::in_front_of(vec![format!("http://{unused}")]).await;
         Api { stop, ..api }
     }
 
-    async fn in_front_of(scheduler: String) -> (Api, watch::Sender<bool>) {
+    async fn in_front_of(schedulers: Vec<String>) -> (Api, watch::Sender<bool>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = watch::channel(false);
-        tokio::spawn(evalgrid_api::serve(listener, ApiOptions { scheduler }, stopped));
+        tokio::spawn(evalgrid_api::serve(listener, ApiOptions { schedulers }, stopped));
         let api = Api {
             script: Arc::default(),
             address,

@@ -157,7 +157,7 @@ impl Grid {
         let (stop, shutdown) = watch::channel(false);
         let options = ExecutorOptions {
             work: self.folder.path().join("worker"),
-            scheduler: format!("http://{}", self.address),
+            schedulers: vec![format!("http://{}", self.address)],
             worker_token: TOKEN.into(),
             slots: 3,
             process_sandbox: ProcessPolicy::On,
