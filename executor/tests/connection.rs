@@ -444,3 +444,27 @@ async fn one_executor_per_folder() {
     assert!(second.refused().await.contains("in use"));
     executor.stop().await;
 }
+
+#[tokio::test]
+async fn a_worker_follows_a_failover_at_once() {
+    let (mut a, mut b) = (Grid::new().await, Grid::new().await);
+    a.serves(true).await;
+    b.serves(false).await;
+    let executor = a.executor_of(&[&a, &b]);
+    let held = Held::new(&a, 1);
+    let mut session = a.session().await;
+    held.begin(&a, &mut session).await;
+    a.serves(false).await;
+    // The active one is gone, and for a while there is none.
+    drop(session);
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    b.serves(true).await;
+    let since = tokio::time::Instant::now();
+    let session = b.session().await;
+    let took = since.elapsed();
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    println!("the worker came after {took:?}");
+    assert_eq!(session.hello.held, [1], "the trial has gone on");
+    held.open();
+    executor.kill().await;
+}

@@ -37,6 +37,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status, Streaming, transport::Server};
+use tonic_health::{ServingStatus, server::HealthReporter};
 
 /// Nothing here takes longer, even on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -123,6 +124,7 @@ pub struct Grid {
     sessions: mpsc::UnboundedReceiver<Session>,
     objects: Objects,
     server: JoinHandle<()>,
+    health: HealthReporter,
     pub folder: tempfile::TempDir,
 }
 
@@ -136,8 +138,10 @@ impl Grid {
             sessions: sender,
             objects: objects.clone(),
         });
+        let (health, health_service) = tonic_health::server::health_reporter();
         let server = tokio::spawn(async move {
             Server::builder()
+                .add_service(health_service)
                 .add_service(service)
                 .serve_with_incoming(TcpListenerStream::new(listener))
                 .await
@@ -148,16 +152,31 @@ impl Grid {
             sessions,
             objects,
             server,
+            health,
             folder: tempfile::tempdir().unwrap(),
         }
     }
 
     /// An executor on the grid's folder.
     pub fn executor(&self) -> Executor {
+        self.executor_of(&[self])
+    }
+
+    /// Says whether this is the active scheduler of its cell.
+    pub async fn serves(&self, serves: bool) {
+        let status = match serves {
+            true => ServingStatus::Serving,
+            false => ServingStatus::NotServing,
+        };
+        self.health.set_service_status("", status).await;
+    }
+
+    /// An executor on the grid's folder, of a cell of several schedulers.
+    pub fn executor_of(&self, cell: &[&Grid]) -> Executor {
         let (stop, shutdown) = watch::channel(false);
         let options = ExecutorOptions {
             work: self.folder.path().join("worker"),
-            schedulers: vec![format!("http://{}", self.address)],
+            schedulers: cell.iter().map(|grid| format!("http://{}", grid.address)).collect(),
             worker_token: TOKEN.into(),
             slots: 3,
             process_sandbox: ProcessPolicy::On,
