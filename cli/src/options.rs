@@ -100,7 +100,12 @@ pub(crate) struct GrpcListen {
 #[derive(Args, Debug)]
 pub(crate) struct SchedulerAddress {
     /// Where the scheduler is (gRPC); of a cell with standbys, all of them. Example: --scheduler http://10.0.0.5:8701,http://10.0.0.6:8701
-    #[arg(long = "scheduler", value_name = "URL", default_value = "http://127.0.0.1:8701", value_delimiter = ',')]
+    #[arg(
+        long = "scheduler",
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8701",
+        value_delimiter = ','
+    )]
     pub(crate) schedulers: Vec<String>,
 }
 

@@ -79,11 +79,7 @@ pub fn broke_off(status: &Status) -> bool {
 
 /// Calls `once` and, where that failed and another scheduler may do better, a second time. `again` says whether a call that failed so may be
 /// made twice: a read where [`another_may_answer`], a write where it [`never_began`].
-pub async fn twice<T, F>(
-    schedulers: &Schedulers,
-    again: impl Fn(&Status) -> bool,
-    mut once: impl FnMut() -> F,
-) -> Result<T, Status>
+pub async fn twice<T, F>(schedulers: &Schedulers, again: impl Fn(&Status) -> bool, mut once: impl FnMut() -> F) -> Result<T, Status>
 where
     F: Future<Output = Result<T, Status>>,
 {

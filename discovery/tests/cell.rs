@@ -317,7 +317,11 @@ async fn the_only_one_is_never_looked_for() {
     assert!(!schedulers.are_several());
     let began = Instant::now();
     let status = ask(&schedulers, |_| true).await.unwrap_err();
-    assert_eq!((status.code(), a.calls()), (Code::Unavailable, 1), "asked once, and not asked whether it serves");
+    assert_eq!(
+        (status.code(), a.calls()),
+        (Code::Unavailable, 1),
+        "asked once, and not asked whether it serves"
+    );
     took(began, Duration::ZERO, "its answer");
 }
 

@@ -234,7 +234,9 @@ impl Scheduler {
     /// Becomes the active one, or a standby that refuses every call.
     pub async fn set_active(&self, active: bool) {
         let mut refusal = Status::unavailable("a standby");
-        refusal.metadata_mut().insert("evalgrid-active", "http://elsewhere:1".parse().unwrap());
+        refusal
+            .metadata_mut()
+            .insert("evalgrid-active", "http://elsewhere:1".parse().unwrap());
         self.script.lock().unwrap().standby = (!active).then_some(refusal);
         let status = match active {
             true => tonic_health::ServingStatus::Serving,
