@@ -9,6 +9,7 @@
 
 mod floor;
 mod memory;
+mod recovery;
 mod restart;
 mod stats;
 mod steps;
@@ -53,6 +54,8 @@ enum What {
     },
     /// From `kill -9` with 100 trials in flight to the first new step.
     Restart,
+    /// From the start of a killed scheduler to its first answer: a million records, and 100,000 waiting trials.
+    Recovery,
     /// Resident memory: idle, per queued trial, under load.
     Memory,
     /// All of them.
@@ -70,11 +73,13 @@ async fn main() {
         What::Steps { in_flight, steps } => steps::report(&folder, runs, &in_flight, steps).await,
         What::Trials { slots, trials } => trials::report(&folder, runs, &slots, trials).await,
         What::Restart => restart::report(&folder, runs).await,
+        What::Recovery => recovery::report(&folder, runs).await,
         What::Memory => memory::report(&folder).await,
         What::All => {
             steps::report(&folder, runs, &[1, 16, 100, 256], 120_000).await;
             trials::report(&folder, runs, &[8, 16], 1200).await;
             restart::report(&folder, runs).await;
+            recovery::report(&folder, runs).await;
             memory::report(&folder).await;
         }
     }

@@ -100,7 +100,7 @@ async fn measure(folder: &Path, in_flight: u32, trials: u64, floor: f64) -> Figu
 }
 
 /// Keeps enough batches waiting: each organization runs three at a time, and starts a new one as soon as one has ended.
-async fn feed(server: &Server, in_flight: u32, trials: u64) -> Vec<tokio::task::JoinHandle<()>> {
+pub async fn feed(server: &Server, in_flight: u32, trials: u64) -> Vec<tokio::task::JoinHandle<()>> {
     // Twice what flies, so that the queue is never empty while a batch ends and the next one starts.
     let organizations = (in_flight * 2).div_ceil(300).max(1) + 1;
     let batches = trials.div_ceil(100) + u64::from(organizations) * 3;
