@@ -1,0 +1,206 @@
+//! Three schedulers over a Redis, and four executors: whatever is killed, stopped or cut in whatever order, each trial has one verdict,
+//! nothing ran twice, and what was answered stays true.
+//!
+//! A failure prints its seed; `EVALGRID_SEED=n` chooses one; `EVALGRID_LONG=1` goes on for an hour instead of a minute.
+#![allow(clippy::unwrap_used, clippy::disallowed_methods)]
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
+
+use evalgrid_tests::{
+    cell::{Cell, Redis},
+    counter::Counter,
+    http::Api,
+    server::Process,
+    suite,
+};
+use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+const SCHEDULERS: usize = 3;
+const EXECUTORS: usize = 4;
+/// However often it is interrupted.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Batches at once: the limit of an organization.
+const BATCHES: usize = 3;
+
+fn duration() -> Duration {
+    let minutes = if std::env::var_os("EVALGRID_LONG").is_some() { 60 } else { 1 };
+    Duration::from_secs(60 * minutes)
+}
+
+/// Ten trials whose every step tells the counter that it ran.
+fn batch(counter: &Counter) -> Value {
+    let install = format!(
+        "cat /proc/sys/kernel/random/uuid > ~/name; {}",
+        counter.report("install $(cat ~/name)")
+    );
+    let run = format!(
+        "{}; sleep 0.7; echo done > done; {}",
+        counter.report("begin $(cat ~/name)"),
+        counter.report("end $(cat ~/name)")
+    );
+    let verify = format!("{} && test \"$(cat done)\" = done", counter.report("check $(cat ~/name)"));
+    let mut batch = suite::command_batch(5, 2, "process", &run, &verify);
+    batch["variants"][0]["profile"]["install"] = json!(install);
+    batch
+}
+
+/// Starts a batch under a key until it is told which one it is: however often the answer gets lost, it is one batch.
+async fn start(api: &Api, body: &Value, key: &str) -> String {
+    evalgrid_tests::eventually("the batch is started", PATIENCE, || async {
+        let headers = [("idempotency-key", key), ("content-type", "application/json")];
+        let answer = api.send("evals.batches.start", body.to_string().into_bytes(), &headers).await.ok()?;
+        assert!(matches!(answer.status, 200 | 409 | 500..=599), "{} {}", answer.status, answer.body);
+        (answer.status == 200).then(|| answer.body["id"].as_str().unwrap().to_owned())
+    })
+    .await
+}
+
+fn signal(process: &Process, signal: Signal) {
+    let pid = Pid::from_raw(process.pid() as i32).unwrap();
+    kill_process(pid, signal).unwrap();
+}
+
+struct Trouble {
+    rng: StdRng,
+    redis: Redis,
+    schedulers: Vec<Process>,
+    executors: Vec<Process>,
+    done: HashMap<&'static str, u32>,
+}
+
+impl Trouble {
+    async fn make(&mut self, cell: &Cell) {
+        let pause = Duration::from_millis(self.rng.random_range(10..1500));
+        tokio::time::sleep(pause).await;
+        let what = match self.rng.random_range(0..100) {
+            0..22 => {
+                let number = cell.active().await.unwrap_or(0);
+                self.schedulers[number].kill();
+                self.schedulers[number] = cell.scheduler(number);
+                "kill -9 of the active scheduler"
+            }
+            22..34 => {
+                let number = self.rng.random_range(0..SCHEDULERS);
+                self.schedulers[number].kill();
+                self.schedulers[number] = cell.scheduler(number);
+                "kill -9 of a scheduler"
+            }
+            34..54 => {
+                let number = self.rng.random_range(0..EXECUTORS);
+                self.executors[number].kill();
+                self.executors[number] = cell.executor(number);
+                "kill -9 of an executor"
+            }
+            54..66 => {
+                self.redis.kill();
+                tokio::time::sleep(Duration::from_millis(self.rng.random_range(0..800))).await;
+                self.redis.again();
+                "kill -9 of Redis"
+            }
+            66..74 => {
+                // catalogue 19, 31, 33: asleep past its lease, it wakes and writes and answers nothing.
+                let number = cell.active().await.unwrap_or(0);
+                signal(&self.schedulers[number], Signal::STOP);
+                tokio::time::sleep(Duration::from_secs(4)).await;
+                signal(&self.schedulers[number], Signal::CONT);
+                "SIGSTOP of the active scheduler past its lease"
+            }
+            74..82 => {
+                self.redis.command(&["CLIENT", "KILL", "TYPE", "normal"]);
+                "every connection to Redis cut"
+            }
+            82..88 => {
+                let milliseconds = self.rng.random_range(100..3000).to_string();
+                self.redis.command(&["CLIENT", "PAUSE", &milliseconds, "ALL"]);
+                "CLIENT PAUSE"
+            }
+            88..94 => {
+                self.redis.command(&["SCRIPT", "FLUSH"]);
+                "SCRIPT FLUSH"
+            }
+            _ => {
+                let seconds = format!("{:.1}", self.rng.random_range(0.1..3.0));
+                self.redis.command(&["DEBUG", "SLEEP", &seconds]);
+                "DEBUG SLEEP"
+            }
+        };
+        *self.done.entry(what).or_default() += 1;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cell_survives_whatever_is_killed() {
+    let seed: u64 = std::env::var("EVALGRID_SEED").map_or(2026, |seed| seed.parse().unwrap());
+    println!("EVALGRID_SEED={seed}");
+    let folder = tempfile::tempdir().unwrap();
+    let counter = Counter::start().await;
+    let redis = Redis::start(&folder.path().join("redis"));
+    let mut cell = Cell::new(folder.path(), &redis, SCHEDULERS);
+    cell.scheduler = ["--lease", "6s", "--sandbox-map", "process=process", "--snapshot-every", "64KiB"]
+        .map(str::to_owned)
+        .into();
+    cell.executor = ["--slots", "6", "--enable-process-sandbox"].map(str::to_owned).into();
+    let schedulers = (0..SCHEDULERS).map(|number| cell.scheduler(number)).collect();
+    let _gateway = cell.api();
+    let api = cell.ready().await;
+    let executors = (0..EXECUTORS).map(|number| cell.executor(number)).collect();
+    let mut trouble = Trouble {
+        rng: StdRng::seed_from_u64(seed),
+        redis,
+        schedulers,
+        executors,
+        done: HashMap::new(),
+    };
+
+    // Clients: each starts a batch, waits for its end, and starts the next.
+    let end = Instant::now() + duration();
+    let clients: Vec<_> = (0..BATCHES)
+        .map(|client| {
+            let (api, body) = (api.clone(), batch(&counter));
+            tokio::spawn(async move {
+                let mut ended = Vec::new();
+                while ended.is_empty() || Instant::now() < end {
+                    let key = format!("client-{client}-{}", ended.len());
+                    let id = start(&api, &body, &key).await;
+                    ended.push((key, id.clone(), api.ended(&id, PATIENCE).await));
+                }
+                ended
+            })
+        })
+        .collect();
+    while Instant::now() < end {
+        trouble.make(&cell).await;
+    }
+    let mut batches = Vec::new();
+    for client in clients {
+        batches.extend(client.await.unwrap());
+    }
+    let mut count: Vec<_> = trouble.done.iter().collect();
+    count.sort();
+    println!("{} batches of 10 trials; {count:?}", batches.len());
+
+    for (key, id, batch) in &batches {
+        assert_eq!(batch["status"], "finished", "{batch}");
+        for trial in suite::trials(batch) {
+            assert_eq!(trial["status"], "passed", "{trial}");
+            assert_eq!(trial["lostAttempts"].as_array().map_or(0, Vec::len), 0, "no sandbox was lost: {trial}");
+        }
+        // What was answered stays true, and the key still names it.
+        assert_eq!(&api.batch(id).await.unwrap(), batch);
+        assert_eq!(&start(&api, &self::batch(&counter), key).await, id);
+    }
+    let lines = counter.lines();
+    let twice: HashMap<_, _> = lines.iter().filter(|(_, count)| **count > 1).collect();
+    assert!(twice.is_empty(), "ran twice: {twice:?}");
+    for step in ["install", "begin", "end", "check"] {
+        let count = lines.keys().filter(|line| line.split(' ').next() == Some(step)).count();
+        assert_eq!(count, batches.len() * 10, "{step} ran once in each trial's sandbox");
+    }
+    let list = api.call("evals.batches.list", &json!({ "limit": 1 })).await.unwrap().body;
+    assert_eq!(list["total"], batches.len(), "no batch was started twice");
+}
