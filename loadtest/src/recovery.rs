@@ -90,11 +90,7 @@ async fn starts(server: &Server, mut scheduler: Process, what: &str, runs: usize
         let began = Instant::now();
         scheduler = server.scheduler();
         evalgrid_tests::eventually("the scheduler answers", PATIENCE, || async {
-            let mut health = tonic_health::pb::health_client::HealthClient::connect(format!("http://{}", server.grpc))
-                .await
-                .ok()?;
-            let answer = health.check(tonic_health::pb::HealthCheckRequest::default()).await.ok()?;
-            (answer.into_inner().status() == tonic_health::pb::health_check_response::ServingStatus::Serving).then_some(())
+            evalgrid_tests::serves(&server.grpc).await.then_some(())
         })
         .await;
         times.push(began.elapsed());

@@ -175,14 +175,8 @@ impl Cell {
     /// Which scheduler says that it is the active one.
     pub async fn active(&self) -> Option<usize> {
         for (number, address) in self.grpc.iter().enumerate() {
-            let asked = async {
-                let mut health = tonic_health::pb::health_client::HealthClient::connect(format!("http://{address}"))
-                    .await
-                    .ok()?;
-                let answer = health.check(tonic_health::pb::HealthCheckRequest::default()).await.ok()?;
-                Some(answer.into_inner().status() == tonic_health::pb::health_check_response::ServingStatus::Serving)
-            };
-            if let Ok(Some(true)) = tokio::time::timeout(Duration::from_millis(300), asked).await {
+            let asked = crate::serves(address);
+            if let Ok(true) = tokio::time::timeout(Duration::from_millis(300), asked).await {
                 return Some(number);
             }
         }

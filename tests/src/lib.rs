@@ -31,3 +31,12 @@ pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, limit: Dur
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
+
+/// Whether the scheduler at `address` says that it is the active one.
+pub async fn serves(address: &str) -> bool {
+    use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{address}")).unwrap();
+    let Ok(channel) = endpoint.connect().await else { return false };
+    let answer = HealthClient::new(channel).check(HealthCheckRequest::default()).await;
+    answer.is_ok_and(|answer| answer.into_inner().status() == ServingStatus::Serving)
+}
