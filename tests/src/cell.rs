@@ -74,7 +74,11 @@ impl Redis {
 
     /// One command, through `redis-cli`; whether it worked is of no interest to those who make trouble.
     pub fn command(&self, words: &[&str]) -> String {
-        let output = Command::new("redis-cli").args(["-p", &self.port.to_string()]).args(words).output().unwrap();
+        let output = Command::new("redis-cli")
+            .args(["-p", &self.port.to_string()])
+            .args(words)
+            .output()
+            .unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 

@@ -1,5 +1,5 @@
-//! Three schedulers over a Redis, and four executors: whatever is killed, stopped or cut in whatever order, each trial has one verdict,
-//! nothing ran twice, and what was answered stays true.
+//! A minute of trouble, for a server on one machine, and for a cell of three schedulers over a Redis with four executors: whatever is killed,
+//! stopped or cut in whatever order, each trial has one verdict, nothing ran twice, and what was answered stays true.
 //!
 //! A failure prints its seed; `EVALGRID_SEED=n` chooses one; `EVALGRID_LONG=1` goes on for an hour instead of a minute.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
@@ -13,7 +13,7 @@ use evalgrid_tests::{
     cell::{Cell, Redis},
     counter::Counter,
     http::Api,
-    server::Process,
+    server::{Process, Server},
     suite,
 };
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
@@ -53,7 +53,10 @@ fn batch(counter: &Counter) -> Value {
 async fn start(api: &Api, body: &Value, key: &str) -> String {
     evalgrid_tests::eventually("the batch is started", PATIENCE, || async {
         let headers = [("idempotency-key", key), ("content-type", "application/json")];
-        let answer = api.send("evals.batches.start", body.to_string().into_bytes(), &headers).await.ok()?;
+        let answer = api
+            .send("evals.batches.start", body.to_string().into_bytes(), &headers)
+            .await
+            .ok()?;
         assert!(matches!(answer.status, 200 | 409 | 500..=599), "{} {}", answer.status, answer.body);
         (answer.status == 200).then(|| answer.body["id"].as_str().unwrap().to_owned())
     })
@@ -133,10 +136,91 @@ impl Trouble {
     }
 }
 
+/// Batches under a client's key, as they ended.
+type Ended = Vec<(String, String, Value)>;
+
+/// Clients that each start a batch, wait for its end, and start the next, until `end`.
+fn clients(api: &Api, counter: &Counter, end: Instant) -> Vec<tokio::task::JoinHandle<Ended>> {
+    let client = |client: usize| {
+        let (api, body) = (api.clone(), batch(counter));
+        async move {
+            let mut ended = Vec::new();
+            while ended.is_empty() || Instant::now() < end {
+                let key = format!("client-{client}-{}", ended.len());
+                let id = start(&api, &body, &key).await;
+                ended.push((key, id.clone(), api.ended(&id, PATIENCE).await));
+            }
+            ended
+        }
+    };
+    (0..BATCHES).map(|number| tokio::spawn(client(number))).collect()
+}
+
+/// Every trial has one verdict from one sandbox in which each step ran once; what was answered stays true.
+async fn check(api: &Api, counter: &Counter, clients: Vec<tokio::task::JoinHandle<Ended>>) -> usize {
+    let mut batches = Vec::new();
+    for client in clients {
+        batches.extend(client.await.unwrap());
+    }
+    for (key, id, batch) in &batches {
+        assert_eq!(batch["status"], "finished", "{batch}");
+        for trial in suite::trials(batch) {
+            assert_eq!(trial["status"], "passed", "{trial}");
+            assert_eq!(
+                trial["lostAttempts"].as_array().map_or(0, Vec::len),
+                0,
+                "no sandbox was lost: {trial}"
+            );
+        }
+        assert_eq!(&api.batch(id).await.unwrap(), batch, "what was answered stays true");
+        assert_eq!(&start(api, &self::batch(counter), key).await, id, "the key still names it");
+    }
+    let lines = counter.lines();
+    let twice: HashMap<_, _> = lines.iter().filter(|(_, count)| **count > 1).collect();
+    assert!(twice.is_empty(), "ran twice: {twice:?}");
+    for step in ["install", "begin", "end", "check"] {
+        let count = lines.keys().filter(|line| line.split(' ').next() == Some(step)).count();
+        assert_eq!(count, batches.len() * 10, "{step} ran once in each trial's sandbox");
+    }
+    let list = api.call("evals.batches.list", &json!({ "limit": 1 })).await.unwrap().body;
+    assert_eq!(list["total"], batches.len(), "no batch was started twice");
+    batches.len()
+}
+
+fn seed() -> u64 {
+    let seed = std::env::var("EVALGRID_SEED").map_or(2026, |seed| seed.parse().unwrap());
+    println!("EVALGRID_SEED={seed}");
+    seed
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_machine_survives_being_killed() {
+    let mut rng = StdRng::seed_from_u64(seed());
+    let folder = tempfile::tempdir().unwrap();
+    let counter = Counter::start().await;
+    let mut server = Server::new(folder.path());
+    server.scheduler = ["--lease", "6s", "--sandbox-map", "process=process", "--snapshot-every", "64KiB"]
+        .map(str::to_owned)
+        .into();
+    server.executor = ["--slots", "20", "--enable-process-sandbox"].map(str::to_owned).into();
+    let mut process = server.serve();
+    let api = server.ready().await;
+    let end = Instant::now() + duration();
+    let clients = clients(&api, &counter, end);
+    let mut kills = 0;
+    while Instant::now() < end {
+        tokio::time::sleep(Duration::from_millis(rng.random_range(1..1200))).await;
+        process.kill();
+        process = server.serve();
+        kills += 1;
+    }
+    let batches = check(&api, &counter, clients).await;
+    println!("{batches} batches of 10 trials; {kills} kills; nothing lost, nothing twice");
+    assert_eq!(process.terminate(Duration::from_secs(20)), 0);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cell_survives_whatever_is_killed() {
-    let seed: u64 = std::env::var("EVALGRID_SEED").map_or(2026, |seed| seed.parse().unwrap());
-    println!("EVALGRID_SEED={seed}");
     let folder = tempfile::tempdir().unwrap();
     let counter = Counter::start().await;
     let redis = Redis::start(&folder.path().join("redis"));
@@ -150,57 +234,20 @@ async fn a_cell_survives_whatever_is_killed() {
     let api = cell.ready().await;
     let executors = (0..EXECUTORS).map(|number| cell.executor(number)).collect();
     let mut trouble = Trouble {
-        rng: StdRng::seed_from_u64(seed),
+        rng: StdRng::seed_from_u64(seed()),
         redis,
         schedulers,
         executors,
         done: HashMap::new(),
     };
 
-    // Clients: each starts a batch, waits for its end, and starts the next.
     let end = Instant::now() + duration();
-    let clients: Vec<_> = (0..BATCHES)
-        .map(|client| {
-            let (api, body) = (api.clone(), batch(&counter));
-            tokio::spawn(async move {
-                let mut ended = Vec::new();
-                while ended.is_empty() || Instant::now() < end {
-                    let key = format!("client-{client}-{}", ended.len());
-                    let id = start(&api, &body, &key).await;
-                    ended.push((key, id.clone(), api.ended(&id, PATIENCE).await));
-                }
-                ended
-            })
-        })
-        .collect();
+    let clients = clients(&api, &counter, end);
     while Instant::now() < end {
         trouble.make(&cell).await;
     }
-    let mut batches = Vec::new();
-    for client in clients {
-        batches.extend(client.await.unwrap());
-    }
+    let batches = check(&api, &counter, clients).await;
     let mut count: Vec<_> = trouble.done.iter().collect();
     count.sort();
-    println!("{} batches of 10 trials; {count:?}", batches.len());
-
-    for (key, id, batch) in &batches {
-        assert_eq!(batch["status"], "finished", "{batch}");
-        for trial in suite::trials(batch) {
-            assert_eq!(trial["status"], "passed", "{trial}");
-            assert_eq!(trial["lostAttempts"].as_array().map_or(0, Vec::len), 0, "no sandbox was lost: {trial}");
-        }
-        // What was answered stays true, and the key still names it.
-        assert_eq!(&api.batch(id).await.unwrap(), batch);
-        assert_eq!(&start(&api, &self::batch(&counter), key).await, id);
-    }
-    let lines = counter.lines();
-    let twice: HashMap<_, _> = lines.iter().filter(|(_, count)| **count > 1).collect();
-    assert!(twice.is_empty(), "ran twice: {twice:?}");
-    for step in ["install", "begin", "end", "check"] {
-        let count = lines.keys().filter(|line| line.split(' ').next() == Some(step)).count();
-        assert_eq!(count, batches.len() * 10, "{step} ran once in each trial's sandbox");
-    }
-    let list = api.call("evals.batches.list", &json!({ "limit": 1 })).await.unwrap().body;
-    assert_eq!(list["total"], batches.len(), "no batch was started twice");
+    println!("{batches} batches of 10 trials; nothing lost, nothing twice; {count:?}");
 }
