@@ -7,6 +7,7 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "it measures real time")]
 
+mod cell;
 mod floor;
 mod memory;
 mod recovery;
@@ -56,6 +57,8 @@ enum What {
     Restart,
     /// From the start of a killed scheduler to its first answer: a million records, and 100,000 waiting trials.
     Recovery,
+    /// A cell over Redis: steps per second, and failover.
+    Cell,
     /// Resident memory: idle, per queued trial, under load.
     Memory,
     /// All of them.
@@ -74,12 +77,14 @@ async fn main() {
         What::Trials { slots, trials } => trials::report(&folder, runs, &slots, trials).await,
         What::Restart => restart::report(&folder, runs).await,
         What::Recovery => recovery::report(&folder, runs).await,
+        What::Cell => cell::report(&folder, runs).await,
         What::Memory => memory::report(&folder).await,
         What::All => {
             steps::report(&folder, runs, &[1, 16, 100, 256], 120_000).await;
             trials::report(&folder, runs, &[8, 16], 1200).await;
             restart::report(&folder, runs).await;
             recovery::report(&folder, runs).await;
+            cell::report(&folder, runs).await;
             memory::report(&folder).await;
         }
     }

@@ -55,7 +55,9 @@ async fn records(folder: &Path, what: &str, snapshot_every: &str, runs: usize) {
         trials,
         seed: 1,
     };
-    Worker::new(&server.grpc, &server.secret("worker-token"), "recovery", shape).run().await;
+    Worker::new(&server.grpc, &server.secret("worker-token"), "recovery", shape)
+        .run()
+        .await;
     feeders.into_iter().for_each(|feeder| feeder.abort());
     starts(&server, scheduler, what, runs).await;
 }

@@ -59,7 +59,8 @@ struct Trial {
 /// The worker. It survives the loss of its connection, as a real one does.
 pub struct Worker {
     shape: Shape,
-    endpoint: String,
+    /// The schedulers of its cell, of which one is active.
+    endpoints: Vec<String>,
     token: String,
     id: String,
     trials: HashMap<u64, Trial>,
@@ -82,12 +83,12 @@ enum Fact {
 }
 
 impl Worker {
-    /// A worker of a scheduler at `grpc`.
+    /// A worker of the scheduler at `grpc`, or of whichever of several, with commas between them, is active.
     pub fn new(grpc: &str, token: &str, id: &str, shape: Shape) -> Worker {
         Worker {
             rng: StdRng::seed_from_u64(shape.seed),
             shape,
-            endpoint: format!("http://{grpc}"),
+            endpoints: grpc.split(',').map(|address| format!("http://{address}")).collect(),
             token: token.to_owned(),
             id: id.to_owned(),
             trials: HashMap::new(),
@@ -104,7 +105,13 @@ impl Worker {
     /// Works until its trials are done; comes back whenever the connection breaks.
     pub async fn run(&mut self) {
         while self.seen.trials < self.shape.trials {
-            let _ = self.session().await;
+            for number in 0..self.endpoints.len() {
+                // A standby, or one that is gone, ends it at once.
+                let _ = self.session(number).await;
+                if self.seen.trials >= self.shape.trials {
+                    break;
+                }
+            }
             if self.seen.trials < self.shape.trials {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -112,8 +119,8 @@ impl Worker {
         self.seen.took = self.began.map_or(Duration::ZERO, |began| began.elapsed());
     }
 
-    async fn session(&mut self) -> Result<(), tonic::Status> {
-        let channel = Channel::from_shared(self.endpoint.clone())
+    async fn session(&mut self, number: usize) -> Result<(), tonic::Status> {
+        let channel = Channel::from_shared(self.endpoints[number].clone())
             .unwrap()
             .tcp_nodelay(true)
             .connect()
