@@ -27,6 +27,12 @@ pub enum RedisError {
         /// What went wrong.
         reason: String,
     },
+    /// It does not take our user and password.
+    #[error("Redis at {node} refused the user or the password of its URL")]
+    Login {
+        /// Which server.
+        node: String,
+    },
     /// Nobody says which server is the master.
     #[error("no server holds the cell now: {reason}")]
     NoMaster {

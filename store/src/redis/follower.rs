@@ -257,7 +257,7 @@ impl Follower {
     fn read_page(&mut self) -> Result<Page, RedisError> {
         let from = (self.at + 1).to_string();
         let keys = &self.endpoint.keys;
-        let answer = self.link.script_alone(
+        let answer = self.link.script_on_master(
             &READ,
             &[&keys.owner, &keys.lease, &keys.log],
             &[

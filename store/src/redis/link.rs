@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rand::seq::SliceRandom;
 use redis::io::tcp::TcpSettings;
-use redis::{Cmd, Connection, ConnectionAddr, IntoConnectionInfo, RedisConnectionInfo, Value, cmd};
+use redis::{Cmd, Connection, ConnectionAddr, ErrorKind, IntoConnectionInfo, RedisConnectionInfo, Value, cmd};
 
 use super::clock::{self, Deadline};
 use super::durability::{self, Durability};
@@ -98,16 +98,7 @@ impl Link {
         let [role, info] = answers.as_slice() else {
             return Err(live.unknown("ROLE"));
         };
-        let role = value::items(role).and_then(|items| value::text(items.first()?));
-        match role {
-            Some("master") => {}
-            role => {
-                return Err(RedisError::NotMaster {
-                    node: live.node.to_string(),
-                    role: role.unwrap_or("server that does not say what it is").to_owned(),
-                });
-            }
-        }
+        check_role(&live.node.to_string(), role)?;
         let info = value::text(info).ok_or_else(|| live.unknown("INFO"))?;
         let run_id = durability::info_field(info, "run_id").unwrap_or_default().to_owned();
         let known = {
@@ -172,6 +163,22 @@ impl Link {
     ) -> Result<Value, RedisError> {
         let mut answers = self.script(script, keys, arguments, None, within)?;
         answers.pop().ok_or_else(|| self.unknown("a script"))
+    }
+
+    /// As [`Link::script_alone`], for scripts that only read: a master that was demoted meanwhile would answer them, too.
+    pub(super) fn script_on_master(
+        &mut self,
+        script: &Script,
+        keys: &[&str],
+        arguments: &[&[u8]],
+        within: Duration,
+    ) -> Result<Value, RedisError> {
+        let answers = self.script(script, keys, arguments, Some(&cmd("ROLE")), within)?;
+        let Ok([answer, role]) = <[Value; 2]>::try_from(answers) else {
+            return Err(self.unknown("a script"));
+        };
+        check_role(&self.node(), &role).inspect_err(|_| self.live = None)?;
+        Ok(answer)
     }
 
     /// An answer that makes no sense.
@@ -277,14 +284,8 @@ fn open(node: &Node, login: RedisConnectionInfo, deadline: Deadline) -> Result<L
             connection,
             node: node.clone(),
         }),
-        Ok(Err(error)) => match error.code() {
-            Some(code) => Err(RedisError::Refused {
-                node: node.to_string(),
-                code: code.to_owned(),
-                message: error.detail().unwrap_or_default().to_owned(),
-            }),
-            None => Err(failed(error.to_string())),
-        },
+        Ok(Err(error)) if error.kind() == ErrorKind::AuthenticationFailed => Err(RedisError::Login { node: node.to_string() }),
+        Ok(Err(error)) => Err(failed(error.to_string())),
         Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Err(failed("no connection in time".to_owned())),
     }
 }
@@ -371,6 +372,17 @@ fn ask_sentinel(sentinel: &Node, master: &str, deadline: Deadline) -> Result<(i6
         Some((epoch, Node { host, port }))
     };
     known().ok_or_else(|| live.unknown("SENTINEL MASTER"))
+}
+
+/// Takes the answer to `ROLE` of a master only.
+fn check_role(node: &str, role: &Value) -> Result<(), RedisError> {
+    match value::items(role).and_then(|items| value::text(items.first()?)) {
+        Some("master") => Ok(()),
+        role => Err(RedisError::NotMaster {
+            node: node.to_owned(),
+            role: role.unwrap_or("server that does not say what it is").to_owned(),
+        }),
+    }
 }
 
 /// The address in a `MOVED` or `ASK`; an empty host means the same one.

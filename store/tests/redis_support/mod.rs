@@ -7,7 +7,6 @@ pub mod proxy;
 use std::fs;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,6 +14,7 @@ use evalgrid_store::log::BoxError;
 use evalgrid_store::redis::{Followed, Follower, RedisLog, RedisOptions, RedisStore, Tenure};
 use evalgrid_store::{Log, LogError, Record, Replay};
 use redis::{FromRedisValue, cmd};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// How long anything may take that takes seconds on a busy machine.
@@ -126,8 +126,26 @@ impl Server {
         child.wait().unwrap();
     }
 
+    /// Stops it as it is, or lets it go on.
+    pub fn freeze(&self, freeze: bool) {
+        let signal = if freeze { Signal::STOP } else { Signal::CONT };
+        kill_process(Pid::from_child(self.child.as_ref().unwrap()), signal).unwrap();
+    }
+
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    /// Whether it gives no answer right now.
+    pub fn is_stuck(&self) -> bool {
+        let client = redis::Client::open(self.url()).unwrap();
+        client
+            .get_connection_with_timeout(Duration::from_millis(50))
+            .and_then(|mut connection| {
+                connection.set_read_timeout(Some(Duration::from_millis(50)))?;
+                cmd("PING").query::<String>(&mut connection)
+            })
+            .is_err()
     }
 
     pub fn try_call<T: FromRedisValue>(&self, words: &[&str]) -> redis::RedisResult<T> {
@@ -324,6 +342,3 @@ pub fn read(url: &str, cell: &str) -> Seen {
     assert_eq!(followed.loss, None);
     seen
 }
-
-/// One lock for tests that measure time or stop servers: the machine is small.
-pub static ALONE: Mutex<()> = Mutex::new(());

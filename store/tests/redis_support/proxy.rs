@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 use std::thread;
 
 /// What happens to the next bytes; after it, the connection is closed and everything passes again.
@@ -24,10 +24,13 @@ pub enum Loss {
 pub struct Proxy {
     pub port: u16,
     next: Arc<AtomicU8>,
+    server: Arc<AtomicU16>,
 }
 
 impl Proxy {
     pub fn to(server: u16) -> Proxy {
+        let server = Arc::new(AtomicU16::new(server));
+        let target = Arc::clone(&server);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let next = Arc::new(AtomicU8::new(0));
@@ -35,7 +38,7 @@ impl Proxy {
         thread::spawn(move || {
             for client in listener.incoming() {
                 let Ok(client) = client else { return };
-                let Ok(server) = TcpStream::connect(("127.0.0.1", server)) else {
+                let Ok(server) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else {
                     continue;
                 };
                 for (from, to, request) in [(&client, &server, true), (&server, &client, false)] {
@@ -44,11 +47,16 @@ impl Proxy {
                 }
             }
         });
-        Proxy { port, next }
+        Proxy { port, next, server }
     }
 
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    /// New connections go to another server, as after a failover.
+    pub fn point_to(&self, server: u16) {
+        self.server.store(server, Ordering::SeqCst);
     }
 
     /// Arms it. Whatever passes next is hit: the lease's connection should go another way.
