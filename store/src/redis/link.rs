@@ -423,7 +423,7 @@ pub(super) fn persist<T>(
     mut attempt: impl FnMut() -> Result<T, RedisError>,
 ) -> Result<T, RedisError> {
     let deadline = Deadline::after(patience);
-    let mut longest = FIRST_WAIT;
+    let (mut longest, mut told) = (FIRST_WAIT, false);
     loop {
         let error = match attempt() {
             Err(error) if error.passes() => error,
@@ -435,7 +435,10 @@ pub(super) fn persist<T>(
         if !goes_on() || deadline.left().is_none_or(|left| left < wait) {
             return Err(error);
         }
-        tracing::warn!(%error, "asking Redis again");
+        if !told {
+            tracing::warn!(%error, "asking Redis again, for at most {patience:?}");
+        }
+        told = true;
         clock::wait(wait);
     }
 }

@@ -167,17 +167,23 @@ struct Renewer {
 impl Renewer {
     /// Renews until the tenure ends or `wait` says that nobody needs it any more.
     fn run(mut self, wait: impl Fn(Duration) -> bool) {
-        let mut pause = self.lease / RENEWALS;
+        let (mut pause, mut failing) = (self.lease / RENEWALS, false);
         while wait(pause) {
             let Some(left) = self.shared.left() else {
                 self.shared.lose("no renewal reached Redis in time".to_owned());
                 return;
             };
             pause = match self.renew(left) {
-                Ok(None) => self.lease / RENEWALS,
+                Ok(None) => {
+                    failing = false;
+                    self.lease / RENEWALS
+                }
                 Ok(Some(reason)) => return self.shared.lose(reason),
                 Err(error) => {
-                    tracing::warn!(%error, "the lease was not renewed");
+                    if !failing {
+                        tracing::warn!(%error, "the lease was not renewed; trying on");
+                    }
+                    failing = true;
                     RETRY_AFTER
                 }
             };

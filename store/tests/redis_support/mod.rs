@@ -89,8 +89,13 @@ impl Server {
 
     /// Starts it (again) on the same data.
     pub fn restart(&mut self) {
+        // Other servers that speak the same language go through the same tests: `EVALGRID_TEST_REDIS=valkey-server`.
+        let program = match std::env::var("EVALGRID_TEST_REDIS") {
+            Ok(other) if self.program == "redis-server" => other,
+            _ => self.program.to_owned(),
+        };
         let log = fs::File::create(self.dir.path().join("output")).unwrap();
-        let mut command = Command::new(self.program);
+        let mut command = Command::new(program);
         if self.program == "redis-sentinel" {
             command.arg(self.dir.path().join("sentinel.conf"));
         }
