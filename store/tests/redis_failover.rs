@@ -92,7 +92,7 @@ fn a_standby_notices_positions_that_were_written_again() {
     for rewritten in [0, 1, 3, 7] {
         let (mut master, replica) = (Server::start(&[]), Server::start(&[]));
         let proxy = Proxy::to(master.port);
-        let (mut owned, _) = take(&store_with(&proxy.url(), "cell", with_lease(1)));
+        let (mut owned, _) = take(&store_with(&proxy.url(), "cell", with_lease(2)));
         let mut standby = store(&proxy.url(), "cell").follow();
         let mut seen = Seen::default();
         (0..5).for_each(|_| owned.append("kept").unwrap());
@@ -107,7 +107,7 @@ fn a_standby_notices_positions_that_were_written_again() {
         drop(owned);
 
         let first_history = history(&replica);
-        let (mut next, losses) = take(&store_with(&replica.url(), "cell", with_lease(1)));
+        let (mut next, losses) = take(&store_with(&replica.url(), "cell", with_lease(5)));
         assert_eq!((next.seen.payloads.len(), losses.len()), (5, 0), "this one cannot know");
         for _ in 0..rewritten {
             // Groups of two, so that ends of groups fall elsewhere.
