@@ -20,8 +20,8 @@ type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 const PAYLOAD: usize = 512;
 /// What a committer's groups hold while it is busy.
 const GROUPS: [usize; 3] = [16, 64, 256];
-/// Each side gets several turns, so that a slow moment of the disk hits both.
-const TURNS: usize = 3;
+/// Each side gets many short turns, so that a slow moment of the machine hits both.
+const TURNS: u32 = 20;
 /// More would not fit into memory for long.
 const MOST_GROUPS: usize = 2000;
 
@@ -42,13 +42,16 @@ impl Noise {
 }
 
 /// A server that ends with the run.
-struct Server(Child, tempfile::TempDir);
+struct Server {
+    child: Child,
+    _dir: tempfile::TempDir,
+}
 
 impl Drop for Server {
     fn drop(&mut self) {
         // It is about to be thrown away; how it ends does not matter.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -73,7 +76,7 @@ fn start() -> Outcome<(Server, String)> {
         .arg(dir.path())
         .stdout(Stdio::null())
         .spawn()?;
-    Ok((Server(child, dir), format!("redis://127.0.0.1:{port}")))
+    Ok((Server { child, _dir: dir }, format!("redis://127.0.0.1:{port}")))
 }
 
 fn connect(url: &str) -> Outcome<Connection> {
@@ -161,7 +164,7 @@ fn take(url: &str) -> Outcome<(RedisLog, Tenure, RedisStore)> {
 
 fn main() -> Outcome<()> {
     let mut arguments = std::env::args().skip(1);
-    let time = Duration::from_secs_f64(arguments.next().map_or(Ok(2.0), |seconds| seconds.parse())?);
+    let time = Duration::from_secs_f64(arguments.next().map_or(Ok(6.0), |seconds| seconds.parse())?);
     let (_server, url) = match arguments.next() {
         Some(url) => (None, url),
         None => start().map(|(server, url)| (Some(server), url))?,
@@ -175,7 +178,7 @@ fn main() -> Outcome<()> {
         let (mut ours, mut theirs) = ((0.0, 0.0, Vec::new()), (0.0, 0.0, Vec::new()));
         for _ in 0..TURNS {
             let from = sequence;
-            let turn = evalgrid(&mut log, &mut sequence, size, &payloads, time)?;
+            let turn = evalgrid(&mut log, &mut sequence, size, &payloads, time / TURNS)?;
             let groups = written(&mut connection, from)?;
             let reference = bare(&mut connection, &groups)?;
             for (sum, turn) in [(&mut ours, turn), (&mut theirs, reference)] {
