@@ -166,6 +166,8 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         pids: 64,
     };
     let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, limits));
+    // As after a welcome.
+    worker.heard(tokio::time::Instant::now(), std::time::Duration::from_secs(3_600));
     let lease = Lease {
         token: 5,
         organization_id: "org_test".into(),
@@ -372,4 +374,27 @@ async fn nothing_is_asked_of_a_sandbox_that_has_recorded_everything() {
     let (after, steps) = second.outcome().await;
     assert_eq!(TrialOutcome { sandbox_ms: 0, ..after }, TrialOutcome { sandbox_ms: 0, ..before });
     assert_eq!(steps, [], "nothing new to record");
+}
+
+/// catalogue 33: what was said at a moment renews the lease from that moment on, and the worker's time ends before the scheduler's.
+#[tokio::test]
+async fn a_lease_ends_here_before_it_ends_there() {
+    let rig = rig(|command, outputs| Ok(outputs.exit(command, 0, ""))).await;
+    let worker = Worker::new(
+        Folder::open(&rig.outputs.path().join("another")).unwrap(),
+        1,
+        rig.worker.objects.clone(),
+        BTreeMap::new(),
+        rig.worker.limits,
+    );
+    let lease = std::time::Duration::from_secs(10);
+    let heard_ago = |ms| worker.heard(tokio::time::Instant::now() - std::time::Duration::from_millis(ms), lease);
+    assert!(!worker.leases_hold(), "nothing was heard yet");
+    heard_ago(9_500);
+    assert!(!worker.leases_hold(), "0.95 of the time is over");
+    worker.silence().await;
+    heard_ago(5_000);
+    assert!(worker.leases_hold());
+    heard_ago(9_500);
+    assert!(worker.leases_hold(), "an older answer takes nothing back");
 }

@@ -172,6 +172,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
 
 /// Makes the sandbox, or takes over the one that an earlier attempt has left.
 async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn SandboxProvider) -> Result<Box<dyn Sandbox>, Stop> {
+    may_act(worker)?;
     if lease.adopt {
         return called("attach", provider.attach(&lease.sandbox, lease.token)).await;
     }
@@ -195,6 +196,7 @@ impl Attempt<'_> {
         if let Some(recorded) = self.recorded.get(step) {
             return self.read(&recorded.result).await;
         }
+        may_act(self.worker)?;
         let result = run.await?;
         let outcome = if result.failed() { StepOutcome::Failed } else { StepOutcome::Done };
         let bytes = self.stored(&result).await?;
@@ -254,6 +256,7 @@ impl Attempt<'_> {
 
     /// Runs a process of the trial, or waits for the one that an earlier attempt has started.
     pub(crate) async fn process(&self, command: StepCommand) -> Result<StepExit, Stop> {
+        may_act(self.worker)?;
         match timeout(command.time_limit + STEP_GRACE, self.sandbox.run(&command)).await {
             Ok(exit) => Ok(exit?),
             Err(_) => Err(Stop::lost(format!("the supervisor did not end {} in time", command.step))),
@@ -273,6 +276,14 @@ impl Attempt<'_> {
         let mut env = self.profile().and_then(|profile| profile.env.clone()).unwrap_or_default();
         env.extend(self.lease.variables.iter().map(|(name, value)| (name.clone(), value.clone())));
         env
+    }
+}
+
+/// Nothing is begun under a lease that has ended, however late this process hears of its end.
+fn may_act(worker: &Worker) -> Result<(), Stop> {
+    match worker.leases_hold() {
+        true => Ok(()),
+        false => Err(Stop::Fenced),
     }
 }
 

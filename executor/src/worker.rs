@@ -36,6 +36,8 @@ const DESTROY_TRIES: u32 = 10;
 const DESTROY_DEADLINE: Duration = Duration::from_secs(120);
 /// How long a stopping worker waits for its trials to notice.
 const STOP_DEADLINE: Duration = Duration::from_secs(2);
+/// This part of a lease's time is left unused at its end: for noticing, and for what is on its way to a sandbox by then.
+const LEASE_MARGIN: u32 = 10;
 /// Listing reads one folder.
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -119,7 +121,14 @@ impl Worker {
 
     /// The scheduler has heard what we said at `sent`.
     pub(crate) fn heard(&self, sent: Instant, lease: Duration) {
-        self.leases_end.send_modify(|end| *end = (*end).max(Some(sent + lease)));
+        let end = sent + (lease - lease / LEASE_MARGIN);
+        self.leases_end.send_modify(|known| *known = (*known).max(Some(end)));
+    }
+
+    /// Whether the leases hold now. A process that was stopped for a while, and goes on, may not have heard of their end yet: whoever is
+    /// about to act asks.
+    pub(crate) fn leases_hold(&self) -> bool {
+        self.leases_end.borrow().is_some_and(|end| Instant::now() < end)
     }
 
     /// Returns when the scheduler has not been heard for the time of a lease.

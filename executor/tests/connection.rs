@@ -335,6 +335,69 @@ async fn silence_for_the_time_of_a_lease_ends_all_leases() {
     executor.stop().await;
 }
 
+/// catalogue 24: at its end, too, a worker is heard for as long as something that it vouches for is open.
+#[tokio::test]
+async fn heartbeats_outlive_the_work_at_shutdown() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.connection().await;
+    session.welcome(1_000).await;
+    held.begin(&grid, &mut session).await;
+    session.acknowledge_if(|_| false);
+    executor.ask_to_stop();
+    session.until(|told| !told.failures.is_empty()).await;
+    let before = session.beats();
+    until("it beats on", || session.beats() >= before + 5).await;
+    session.make_up().await;
+    executor.ended().await;
+}
+
+/// catalogue 31: no number of broken connections ends the heartbeat, or the work, while they fit into the lease.
+#[tokio::test]
+async fn errors_do_not_end_the_heartbeat() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.connection().await;
+    session.welcome(10_000).await;
+    held.begin(&grid, &mut session).await;
+    for _ in 0..4 {
+        drop(session);
+        // One that breaks before the welcome, and one that holds for some heartbeats.
+        drop(grid.connection().await);
+        session = grid.connection().await;
+        assert_eq!(session.hello.held, [1], "it still has its trial");
+        session.welcome(10_000).await;
+        until("it beats", || session.beats() >= 1).await;
+    }
+    held.open();
+    let told = session.until(|told| told.credits == 1).await;
+    assert_eq!((told.outcome().status(), told.results[0].0), (TrialStatus::Passed, 1));
+    executor.stop().await;
+}
+
+/// catalogue 33: the worker counts by its own clock, and by nobody's word.
+#[tokio::test]
+async fn a_worker_that_is_not_answered_lets_go_and_leaves_the_agent() {
+    let mut grid = Grid::new().await;
+    let held = Held::new(&grid, 1);
+    let executor = grid.executor();
+    let mut session = grid.connection().await;
+    let welcomed = std::time::Instant::now();
+    session.welcome(3_000).await;
+    held.begin(&grid, &mut session).await;
+    let agent = held.agent(&grid);
+    session.fall_silent();
+    session.closed().await;
+    assert!(welcomed.elapsed() >= Duration::from_millis(2_000), "it did not give up early");
+    // It comes back without the trial, in the time that the scheduler still grants; the agent lives on with its supervisor.
+    let next = grid.connection().await;
+    assert!(next.hello.held.is_empty() && next.hello.sandboxes == [held.lease.sandbox.clone()]);
+    assert!(agent.exists(), "the agent is left alone");
+    executor.stop().await;
+}
+
 #[tokio::test]
 async fn stopping_gives_the_leases_back_and_leaves_the_agents() {
     let mut grid = Grid::new().await;

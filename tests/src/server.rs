@@ -75,10 +75,24 @@ impl Process {
         self.child.wait().unwrap();
     }
 
+    /// Stops it in the middle of whatever it does, as a hypervisor or a debugger might; [`Process::go_on`] lets it go on.
+    pub fn freeze(&self) {
+        self.signal(rustix::process::Signal::STOP);
+    }
+
+    /// See [`Process::freeze`].
+    pub fn go_on(&self) {
+        self.signal(rustix::process::Signal::CONT);
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
     /// Asks it to stop, and waits.
     pub fn terminate(&mut self, limit: Duration) -> i32 {
-        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        self.signal(rustix::process::Signal::TERM);
         let end = Instant::now() + limit;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {

@@ -374,10 +374,15 @@ struct Answers {
     acknowledged: Policy,
     /// Numbers of reports without an acknowledgement.
     withheld: Vec<u64>,
+    /// Heartbeats so far.
+    beats: u64,
 }
 
 impl Answers {
     fn to(&mut self, message: &from_worker::Message) -> Option<to_worker::Message> {
+        if matches!(message, from_worker::Message::Heartbeat(_)) {
+            self.beats += 1;
+        }
         match message {
             from_worker::Message::Heartbeat(beat) => self
                 .heartbeats
@@ -459,6 +464,7 @@ impl Session {
             heartbeats: true,
             acknowledged: Box::new(|_| true),
             withheld: Vec::new(),
+            beats: 0,
         }));
         let (sender, reports) = mpsc::unbounded_channel();
         let listener = {
@@ -514,6 +520,11 @@ impl Session {
             ..Destroy::default()
         }))
         .await;
+    }
+
+    /// How many heartbeats have come.
+    pub fn beats(&self) -> u64 {
+        self.answers.lock().unwrap().beats
     }
 
     /// From now on no heartbeat is answered.
