@@ -166,8 +166,6 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         pids: 64,
     };
     let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, limits));
-    // As after a welcome.
-    worker.heard(tokio::time::Instant::now(), std::time::Duration::from_secs(3_600));
     let lease = Lease {
         token: 5,
         organization_id: "org_test".into(),
@@ -187,8 +185,17 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
 }
 
 impl Rig {
+    /// From now on the worker has its lease.
+    fn welcome(&self) {
+        self.worker
+            .heard(tokio::time::Instant::now(), std::time::Duration::from_secs(3_600));
+    }
+
     /// Runs the trial to its end while everything recorded becomes durable.
     async fn outcome(&self) -> (TrialOutcome, Vec<StepRecord>) {
+        // As after a welcome.
+        self.worker
+            .heard(tokio::time::Instant::now(), std::time::Duration::from_secs(3_600));
         let steps = Mutex::new(Vec::new());
         let acknowledge = || {
             while let Some(report) = self.worker.outbox.next_report() {
@@ -311,6 +318,7 @@ async fn misbehave(step: &'static str, error: impl Fn() -> SandboxError + Send +
         }
     })
     .await;
+    rig.welcome();
     rig.worker.begin(rig.lease.clone());
     let mut failures = Vec::new();
     loop {
@@ -380,13 +388,7 @@ async fn nothing_is_asked_of_a_sandbox_that_has_recorded_everything() {
 #[tokio::test]
 async fn a_lease_ends_here_before_it_ends_there() {
     let rig = rig(|command, outputs| Ok(outputs.exit(command, 0, ""))).await;
-    let worker = Worker::new(
-        Folder::open(&rig.outputs.path().join("another")).unwrap(),
-        1,
-        rig.worker.objects.clone(),
-        BTreeMap::new(),
-        rig.worker.limits,
-    );
+    let worker = &rig.worker;
     let lease = std::time::Duration::from_secs(10);
     let heard_ago = |ms| worker.heard(tokio::time::Instant::now() - std::time::Duration::from_millis(ms), lease);
     assert!(!worker.leases_hold(), "nothing was heard yet");

@@ -384,7 +384,7 @@ async fn a_worker_that_is_not_answered_lets_go_and_leaves_the_agent() {
     let held = Held::new(&grid, 1);
     let executor = grid.executor();
     let mut session = grid.connection().await;
-    let welcomed = std::time::Instant::now();
+    let welcomed = tokio::time::Instant::now();
     session.welcome(3_000).await;
     held.begin(&grid, &mut session).await;
     let agent = held.agent(&grid);
