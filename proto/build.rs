@@ -8,6 +8,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
         "evalgrid/v1/batch.proto",
         "evalgrid/v1/client.proto",
+        "evalgrid/v1/runner.proto",
         "evalgrid/v1/worker.proto",
         "evalgrid/log/v1/event.proto",
         "evalgrid/log/v1/snapshot.proto",

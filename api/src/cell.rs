@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use evalgrid_discovery::{AddressError, Routed, Schedulers, another_may_answer, broke_off, never_began};
-use evalgrid_proto::v1::{auth_client::AuthClient, batches_client::BatchesClient};
+use evalgrid_proto::v1::{auth_client::AuthClient, batches_client::BatchesClient, runner_client::RunnerClient};
 use tokio::time::timeout;
 use tonic::{Response, Status};
 
@@ -26,6 +26,7 @@ pub(crate) struct Cell {
     schedulers: Schedulers,
     pub(crate) batches: BatchesClient<Routed>,
     pub(crate) auth: AuthClient<Routed>,
+    pub(crate) runner: RunnerClient<Routed>,
 }
 
 impl Cell {
@@ -39,6 +40,9 @@ impl Cell {
         })?;
         Ok(Cell {
             batches: BatchesClient::new(Routed::new(schedulers.clone()))
+                .max_decoding_message_size(limits::MESSAGE_FROM_SCHEDULER)
+                .max_encoding_message_size(limits::MESSAGE_TO_SCHEDULER),
+            runner: RunnerClient::new(Routed::new(schedulers.clone()))
                 .max_decoding_message_size(limits::MESSAGE_FROM_SCHEDULER)
                 .max_encoding_message_size(limits::MESSAGE_TO_SCHEDULER),
             auth: AuthClient::new(Routed::new(schedulers.clone())),

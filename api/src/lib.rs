@@ -9,6 +9,7 @@ pub mod limits;
 mod ops;
 mod render;
 mod result;
+mod runner;
 mod server;
 
 use std::{panic::AssertUnwindSafe, time::Instant};

@@ -14,7 +14,8 @@ use evalgrid_domain::{
     permission::Permission,
 };
 use evalgrid_proto::v1::{
-    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, PageCursor, StartBatchRequest, WhoamiRequest,
+    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, PageCursor, RetryBatchRequest, StartBatchRequest,
+    WhoamiRequest,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use serde_json::{Value, json};
@@ -25,7 +26,7 @@ use crate::{
     body::{self, Bodies, Budget, Held},
     cell::{Cell, call},
     failure::Failure,
-    limits, render, result,
+    limits, render, result, runner,
 };
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
@@ -51,13 +52,22 @@ impl App {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Op {
+pub(crate) enum Op {
     Start,
     GetBatch,
     ListBatches,
     CancelBatch,
+    RetryBatch,
     GetRun,
     Whoami,
+    RunnerStart,
+    Lease,
+    LeaseVariables,
+    Report,
+    Beat,
+    Finish,
+    Subscribe,
+    Tail,
 }
 
 impl Op {
@@ -67,8 +77,17 @@ impl Op {
             "evals.batches.get" => Op::GetBatch,
             "evals.batches.list" => Op::ListBatches,
             "evals.batches.cancel" => Op::CancelBatch,
+            "evals.batches.retry" => Op::RetryBatch,
             "evals.runs.get" => Op::GetRun,
             "auth.whoami" => Op::Whoami,
+            "runner.start" => Op::RunnerStart,
+            "runner.lease" => Op::Lease,
+            "runner.leaseVariables" => Op::LeaseVariables,
+            "runner.report" => Op::Report,
+            "runner.beat" => Op::Beat,
+            "runner.finish" => Op::Finish,
+            "runner.subscribe" => Op::Subscribe,
+            "runner.tail" => Op::Tail,
             _ => return None,
         })
     }
@@ -89,23 +108,40 @@ pub(crate) async fn operation(State(app): State<App>, request: Request) -> Respo
 async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Response, Failure> {
     let caller = Caller::from(headers)?;
     let idempotency_key = match op {
-        Op::Start => idempotency_key(headers)?,
+        Op::Start | Op::RunnerStart | Op::RetryBatch => idempotency_key(headers)?,
         _ => None,
     };
     let limit = match op {
-        Op::Start => MAX_START_BODY_BYTES,
+        Op::Start | Op::RunnerStart => MAX_START_BODY_BYTES,
         _ => MAX_BODY_BYTES,
     };
     let body = body::read(body, limit, &app.bodies, may_send(app, op, &caller)).await?;
     let cell = &app.cell;
     match op {
-        Op::Start => {
+        Op::Start | Op::RunnerStart => {
             let message = StartBatchRequest {
                 json: body.bytes.clone(),
                 idempotency_key,
             };
-            let start = call!(cell.batches, start, caller.request(message.clone()));
-            let started = cell.write(limits::START_DEADLINE, start).await?;
+            let started = match op {
+                Op::Start => {
+                    let start = call!(cell.batches, start, caller.request(message.clone()));
+                    cell.write(limits::START_DEADLINE, start).await?
+                }
+                _ => {
+                    let start = call!(cell.runner, start, caller.request(message.clone()));
+                    cell.write(limits::START_DEADLINE, start).await?
+                }
+            };
+            Ok(answered(&render::started(&started)))
+        }
+        Op::RetryBatch => {
+            let message = RetryBatchRequest {
+                id: decode(body, by_id)?,
+                idempotency_key,
+            };
+            let retry = call!(cell.batches, retry, caller.request(message.clone()));
+            let started = cell.write(limits::START_DEADLINE, retry).await?;
             Ok(answered(&render::started(&started)))
         }
         Op::GetBatch => {
@@ -136,6 +172,7 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
             decode(body, anything_with_parts)?;
             Ok(answered(&render::whoami(&whoami(app, &caller).await?)))
         }
+        _ => runner::operation(app, caller, op, body).await,
     }
 }
 
@@ -149,7 +186,8 @@ async fn whoami(app: &App, caller: &Caller) -> Result<Identity, Failure> {
 async fn may_send(app: &App, op: Op, caller: &Caller) -> Result<String, Failure> {
     let identity = whoami(app, caller).await?;
     let write = Permission::EvalsWrite.name();
-    if op == Op::Start && !identity.permissions.iter().any(|held| held == write) {
+    let starts = matches!(op, Op::Start | Op::RunnerStart | Op::Report);
+    if starts && !identity.permissions.iter().any(|held| held == write) {
         return Err(Failure::Forbidden(format!(
             "this key lacks the permission {write}; ask for a key that has it"
         )));
@@ -157,8 +195,12 @@ async fn may_send(app: &App, op: Op, caller: &Caller) -> Result<String, Failure>
     Ok(identity.organization_id)
 }
 
-fn answered(value: &Value) -> Response {
-    let mut response = Response::new(Body::from(value.to_string()));
+pub(crate) fn answered(value: &Value) -> Response {
+    json_body(Body::from(value.to_string()))
+}
+
+pub(crate) fn json_body(body: Body) -> Response {
+    let mut response = Response::new(body);
     response
         .headers_mut()
         .insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -203,7 +245,7 @@ fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, Failure> {
 }
 
 /// The body as JSON, then as what the operation wants. The body's memory is given back before anything is asked of anybody.
-fn decode<T>(body: Held, shape: fn(&mut Decoder, &Value) -> Option<T>) -> Result<T, Failure> {
+pub(crate) fn decode<T>(body: Held, shape: fn(&mut Decoder, &Value) -> Option<T>) -> Result<T, Failure> {
     let value = parse_json(&body.bytes, MAX_JSON_DEPTH).map_err(|error| Failure::decode_whole(error.to_string()))?;
     Decoder::run(&value, shape).map_err(|issues| {
         let message = issues
@@ -216,7 +258,7 @@ fn decode<T>(body: Held, shape: fn(&mut Decoder, &Value) -> Option<T>) -> Result
     })
 }
 
-fn by_id(d: &mut Decoder, value: &Value) -> Option<String> {
+pub(crate) fn by_id(d: &mut Decoder, value: &Value) -> Option<String> {
     let map = d.object(value)?;
     d.required(map, "id", |d, value| d.string(value, Text::any()))
 }

@@ -3,7 +3,7 @@
 use evalgrid_domain::{
     number::Number,
     prompt,
-    request::{Case, Source, SourceFile, SuiteBatchRequest, effective_source},
+    request::{Case, DEFAULT_USER_MODEL, Source, SourceFile, SuiteBatchRequest, effective_source},
     timestamp,
 };
 use evalgrid_proto::v1::{
@@ -12,9 +12,6 @@ use evalgrid_proto::v1::{
 };
 use serde::Serialize;
 use serde_json::{Value, json};
-
-/// What plays a simulated person where the operator names no other model (contract 2.6).
-const DEFAULT_USER_MODEL: &str = "gpt-5.4-mini";
 
 /// What the scheduler said does not hold together: our fault, an internal error.
 #[derive(Debug, thiserror::Error)]
@@ -81,7 +78,8 @@ pub(crate) fn batch_head(batch: &Batch) -> Value {
         "failure": batch.failure,
         "finishedAt": batch.finished_at_ms.map(timestamp::format),
         "id": batch.id,
-        "local": false,
+        "local": batch.local,
+        "retryOf": batch.retry_of,
         "startedAt": timestamp::format(batch.started_at_ms),
         "status": batch_status(batch.status()),
         "trigger": batch.trigger.as_ref().map(trigger),
@@ -179,7 +177,7 @@ pub(crate) fn run_head<'a>(batch: &'a Batch, run: &'a Run, request: &'a SuiteBat
         finished_at: run.finished_at_ms.map(timestamp::format),
         harness_version: &variant.harness_version,
         id: &run.id,
-        local: false,
+        local: batch.local,
         profile_version: variant.profile_version.as_deref(),
         setup: Setup {
             prepare: case.prepare.as_ref().map(|prepare| prepare.name.as_str()),
@@ -234,6 +232,7 @@ pub(crate) fn trial_head(trial: &Trial) -> Value {
         None => -1,
     };
     json!({
+        "carried": outcome.carried,
         "commands": outcome.commands,
         "costs": null,
         "exitCode": exit_code,

@@ -3,7 +3,7 @@
 use std::{io::Read as _, path::Path};
 
 use evalgrid_domain::timestamp;
-use evalgrid_proto::v1::{Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, StartBatchRequest, TrialStatus};
+use evalgrid_proto::v1::{Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, RetryBatchRequest, StartBatchRequest, StartedBatch, TrialStatus};
 use http_body_util::BodyExt as _;
 
 use crate::{
@@ -21,13 +21,7 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
             fail_under,
             idempotency_key,
         } => {
-            if fail_under.is_some() && !watch {
-                let next = "Add --watch, or give it to `batch watch`.";
-                return Err(Failure::usage(
-                    "--fail-under without --watch: nothing would be there to judge",
-                    next,
-                ));
-            }
+            check_fail_under(watch, fail_under)?;
             start(&file, &client, watch, fail_under, idempotency_key).await
         }
         options::Batch::Watch { id, fail_under, client } => {
@@ -44,12 +38,35 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
             }
         },
         options::Batch::List { client, limit } => list(&client, limit).await,
+        options::Batch::Retry {
+            id,
+            client,
+            watch,
+            fail_under,
+            idempotency_key,
+        } => {
+            check_fail_under(watch, fail_under)?;
+            let mut batches = client::batches(&client).await?;
+            let answer = batches.retry(RetryBatchRequest { id, idempotency_key }).await;
+            let started = answer.map_err(|status| client::refused(&status))?.into_inner();
+            started_as(&mut batches, &started, watch, fail_under).await
+        }
         options::Batch::Cancel { id, client } => {
             let mut batches = client::batches(&client).await?;
             let answer = batches.cancel(CancelBatchRequest { id }).await;
             let batch = answer.map_err(|status| client::refused(&status))?.into_inner();
             show(&mut batches, &batch).await
         }
+    }
+}
+
+fn check_fail_under(watch: bool, fail_under: Option<f64>) -> Result<(), Failure> {
+    match fail_under.is_some() && !watch {
+        true => Err(Failure::usage(
+            "--fail-under without --watch: nothing would be there to judge",
+            "Add --watch, or give it to `batch watch`.",
+        )),
+        false => Ok(()),
     }
 }
 
@@ -74,10 +91,15 @@ async fn start(
         .await
         .map_err(|status| client::refused(&status))?
         .into_inner();
+    started_as(&mut batches, &started, watch, fail_under).await
+}
+
+/// Names the new batch, and follows it where that is wanted.
+async fn started_as(batches: &mut Batches, started: &StartedBatch, watch: bool, fail_under: Option<f64>) -> Result<(), Failure> {
     output::line(&started.id)?;
     if watch {
-        let batch = progress::follow(&mut batches, &started.id).await?;
-        return conclude(&mut batches, &batch, fail_under).await;
+        let batch = progress::follow(batches, &started.id).await?;
+        return conclude(batches, &batch, fail_under).await;
     }
     eprintln!(
         "Started {}. To follow: {} batch watch {}",

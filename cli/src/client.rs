@@ -150,6 +150,17 @@ pub(crate) fn refused_to_operator(status: &Status) -> Failure {
     told(status, next)
 }
 
+/// What a refused call about a trial means, and what to do.
+pub(crate) fn refused_trial(status: &Status) -> Failure {
+    let program = output::program();
+    let next = match status.code() {
+        Code::InvalidArgument => "Correct --void.".to_owned(),
+        Code::NotFound | Code::FailedPrecondition => format!("See the batch's trials: {program} batch get batch_…"),
+        _ => return refused_to_operator(status),
+    };
+    told(status, next)
+}
+
 /// What to do where it was not the caller's mistake.
 fn failed(code: Code) -> &'static str {
     match code {

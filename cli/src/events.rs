@@ -5,8 +5,8 @@ use evalgrid_domain::{
     timestamp,
 };
 use evalgrid_proto::{
-    log::v1::{Event, TrialRef, event::Kind},
-    v1::{BatchStatus, BatchSummary, CaseInfo, Evidence, ObjectRef, TrialOutcome, Trigger, VariantInfo, evidence::Place},
+    log::v1::{CarriedTrial, Event, TrialRef, event::Kind},
+    v1::{BatchStatus, BatchSummary, CaseInfo, Evidence, ObjectRef, TrialOutcome, Trigger, Usage, VariantInfo, evidence::Place},
 };
 use serde_json::{Value, json};
 
@@ -67,6 +67,11 @@ fn told(kind: &Kind) -> Told {
                 ("trials", json!(e.trials)),
                 ("trigger", e.trigger.as_ref().map_or(Value::Null, trigger)),
                 ("variantIds", json!(e.variant_ids)),
+                ("local", json!(e.local)),
+                ("checksIn", json!(e.checks_in)),
+                ("harnesses", json!(e.harnesses)),
+                ("retryOf", e.retry_of.as_ref().map_or(Value::Null, |id| batch(id))),
+                ("carried", e.carried.iter().map(carried).collect()),
             ],
         ),
         Kind::LeaseGranted(e) => (
@@ -133,6 +138,16 @@ fn told(kind: &Kind) -> Told {
             "SandboxDestroyAsked",
             vec![("sandbox", json!(e.sandbox)), ("reason", json!(e.reason))],
         ),
+        Kind::LocalCheckedIn(e) => ("LocalCheckedIn", vec![("batch", batch(&e.batch))]),
+        Kind::LocalBatchClosed(e) => (
+            "LocalBatchClosed",
+            vec![
+                ("batch", batch(&e.batch)),
+                ("failure", json!(e.failure)),
+                ("unreported", json!(e.unreported)),
+                ("cancelled", json!(e.cancelled)),
+            ],
+        ),
         Kind::SandboxDestroyed(e) => (
             "SandboxDestroyed",
             vec![("sandbox", json!(e.sandbox)), ("workerId", json!(e.worker_id))],
@@ -161,6 +176,10 @@ fn trial(trial: Option<&TrialRef>) -> Value {
         Some(id) => json!(id.to_string()),
         None => json!({"batch": batch(&trial.batch), "run": trial.run, "ordinal": trial.ordinal}),
     }
+}
+
+fn carried(trial: &CarriedTrial) -> Value {
+    json!({"run": trial.run, "ordinal": trial.ordinal, "outcome": trial.outcome.as_ref().map(outcome)})
 }
 
 fn object(object: &ObjectRef) -> Value {
@@ -210,30 +229,36 @@ fn summary(summary: &BatchSummary) -> Value {
 }
 
 fn outcome(outcome: &TrialOutcome) -> Value {
-    let usage = outcome.usage.as_ref().map(|usage| {
-        json!({
-            "cacheReadTokens": usage.cache_read_tokens,
-            "cacheWriteTokens": usage.cache_write_tokens,
-            "costUsd": usage.cost_usd,
-            "inputTokens": usage.input_tokens,
-            "outputTokens": usage.output_tokens,
-            "totalTokens": usage.total_tokens,
-        })
-    });
+    let user_spend = outcome.user_spend.as_ref();
     json!({
         "cancelled": outcome.cancelled,
+        "carried": outcome.carried,
         "commands": outcome.commands,
         "evidence": outcome.evidence.as_ref().map(evidence),
         "exitCode": outcome.exit_code,
         "failedCommands": outcome.failed_commands,
         "failure": outcome.failure,
+        "journalEntries": outcome.journal_entries,
         "modelMs": outcome.model_ms,
         "sandboxId": outcome.sandbox_id,
         "sandboxMs": outcome.sandbox_ms,
         "status": word(outcome.status().as_str_name(), "TRIAL_STATUS_"),
         "timed": outcome.timed,
-        "usage": usage,
+        "usage": outcome.usage.as_ref().map(usage),
+        "userSpend": user_spend.map(|spend| json!({"model": spend.model, "usage": spend.usage.as_ref().map(usage)})),
         "voidFields": outcome.void_fields,
+    })
+}
+
+fn usage(usage: &Usage) -> Value {
+    json!({
+        "cacheReadTokens": usage.cache_read_tokens,
+        "cacheWrite1hTokens": usage.cache_write_1h_tokens,
+        "cacheWriteTokens": usage.cache_write_tokens,
+        "costUsd": usage.cost_usd,
+        "inputTokens": usage.input_tokens,
+        "outputTokens": usage.output_tokens,
+        "totalTokens": usage.total_tokens,
     })
 }
 

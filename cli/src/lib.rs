@@ -17,6 +17,7 @@ mod reasons;
 mod roles;
 mod sandboxes;
 mod stop;
+mod trial;
 mod warnings;
 
 use std::{ffi::OsString, process::ExitCode};
@@ -70,6 +71,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Executor(role) => roles::executor(role).await,
             Command::Api(role) => roles::api(role).await,
             Command::Batch(command) => batch::run(command).await,
+            Command::Trial(command) => trial::run(command).await,
             Command::Keys(command) => keys::run(command).await,
             Command::Sandboxes(command) => sandboxes::run(command).await,
             Command::Log(_) | Command::Index(_) | Command::Upgrade(_) => unreachable!("handled above, without a runtime"),

@@ -59,6 +59,9 @@ pub(crate) enum Command {
     /// Start, watch and read batches.
     #[command(subcommand)]
     Batch(Batch),
+    /// Look at single trials of a running server, and end one that is stuck.
+    #[command(subcommand)]
+    Trial(Trial),
     /// Make, list and revoke API keys of a running server.
     #[command(subcommand)]
     Keys(Keys),
@@ -347,6 +350,26 @@ pub(crate) enum Batch {
         #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(i64).range(1..=100))]
         limit: i64,
     },
+    /// Run the unscored trials of an ended batch again, in a new batch that takes the scored ones over.
+    #[command(after_help = "Example: evalgrid batch retry batch_… --watch")]
+    Retry {
+        /// The ended batch's id.
+        id: String,
+        #[command(flatten)]
+        client: Client,
+        /// Stay until the new batch has ended, and show its results. Example: --watch
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        watch: bool,
+        /// Fail (exit code 1) where fewer of the scored trials pass, or none was scored; by default any result is fine. Only with --watch. Example: --watch --fail-under 0.9
+        #[arg(long, value_name = "RATE", value_parser = rate)]
+        fail_under: Option<f64>,
+        /// A second retry with the same key answers with the first one's batch; none by default. Example: --idempotency-key nightly-2026-09-03-again
+        #[arg(long, value_name = "KEY")]
+        idempotency_key: Option<String>,
+    },
     /// Cancel a batch: its unfinished trials become void.
     #[command(after_help = "Example: evalgrid batch cancel batch_…")]
     Cancel {
@@ -354,6 +377,29 @@ pub(crate) enum Batch {
         id: String,
         #[command(flatten)]
         client: Client,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Trial {
+    /// Show where a trial of a batch that runs stands: its attempts, steps, worker and sandbox.
+    #[command(after_help = "Example: evalgrid trial show trial_…")]
+    Show {
+        /// The trial's id.
+        id: String,
+        #[command(flatten)]
+        operator: Operator,
+    },
+    /// End a trial that nothing else ends. It is void with the reason given; its sandbox is destroyed.
+    #[command(after_help = "Example: evalgrid trial resolve trial_… --void \"its repository is gone\"")]
+    Resolve {
+        /// The trial's id.
+        id: String,
+        /// Why the trial is not scored, for everybody who reads the batch. Example: --void "its repository is gone"
+        #[arg(long, value_name = "REASON")]
+        void: String,
+        #[command(flatten)]
+        operator: Operator,
     },
 }
 

@@ -1,5 +1,6 @@
 //! Vocabulary, limits, request validation, identity hashes and redaction. No I/O, no clock, no tokio.
 
+pub mod credential;
 pub mod decode;
 pub mod evidence;
 pub mod identity;
@@ -10,6 +11,7 @@ pub mod number;
 pub mod outcome;
 pub mod permission;
 pub mod prompt;
+pub mod report;
 pub mod redact;
 pub mod request;
 pub mod timestamp;

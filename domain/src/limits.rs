@@ -108,8 +108,6 @@ pub const MAX_WORKSPACE_PATH: usize = 1_024;
 
 /// An idempotency key (contract 1.9): at least one character.
 pub const MAX_IDEMPOTENCY_KEY: usize = 128;
-/// Idempotency keys kept per organization (decision 27); with one more, a start gets 409.
-pub const MAX_IDEMPOTENCY_KEYS: usize = 10_000;
 /// How long an idempotency key is kept after its batch ended: 72 hours (decision 27).
 pub const IDEMPOTENCY_KEY_MS: u64 = 72 * 3_600_000;
 
@@ -149,5 +147,111 @@ pub const MAX_VALIDATION_NAME: usize = 200;
 pub const MAX_VALIDATIONS: usize = 40;
 /// Calls, and log lines, of one validation (contract 1.7).
 pub const MAX_VALIDATION_CALLS: usize = 64;
+/// Paths of changed files that one trial keeps.
+pub const MAX_CHANGED_FILES: usize = 10_000;
+/// Evidence up to this travels with its event; what is larger is an object. An object costs several syncs, and a small trial must cost none.
+pub const INLINE_EVIDENCE_BYTES: usize = 16 << 10;
+/// How long a leased credential, leased variables, or a token for a batch's tail is good: 15 minutes (contract 1.9).
+pub const LEASED_VALUES_MS: u64 = 15 * 60_000;
+/// Names of variables leased at once (contract 1.9).
+pub const MAX_LEASED_VARIABLES: usize = 100;
+/// Journal entries of one page of a tail (contract 1.9).
+pub const MAX_TAIL_EVENTS: usize = 500;
+/// Bytes of the entries of one page of a tail: messages are not cut, so entries can be large. At least one entry is given.
+pub const MAX_TAIL_BYTES: usize = 4 << 20;
 /// Characters of a failure text, before its ellipsis (contract 2.3).
 pub const MAX_FAILURE: usize = 240;
+
+/// Something that grows with use, and how far it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// What grows, in the plural.
+    pub what: &'static str,
+    /// As many as there may be.
+    pub limit: u64,
+    /// What to do once it is full.
+    pub then: &'static str,
+}
+
+/// Something has grown as far as it may; what would make it larger changes nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{} {}: that is the limit; {}", .0.limit, .0.what, .0.then)]
+pub struct Full(pub Growth);
+
+impl Growth {
+    /// Refuses a size above the limit.
+    pub fn check(&self, size: u64) -> Result<(), Full> {
+        match size > self.limit {
+            true => Err(Full(*self)),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether a step from `before` to `after` passes 80 % of the limit: the moment for a warning, while there is time to act.
+    pub fn nears(&self, before: u64, after: u64) -> bool {
+        let mark = self.limit - self.limit / 5;
+        before < mark && mark <= after
+    }
+}
+
+/// 50 turns of three steps each, and the steps around them, with room.
+pub const STEPS_PER_TRIAL: Growth = Growth {
+    what: "recorded steps of one trial",
+    limit: 1_024,
+    then: "split the case into several",
+};
+/// They are held in memory and travel with every lease of the trial: 100 such trials must fit into a scheduler's memory.
+pub const RECORDED_BYTES_PER_TRIAL: Growth = Growth {
+    what: "bytes in the recorded steps of one trial",
+    limit: 8 << 20,
+    then: "split the case into several",
+};
+/// Each costs about 300 bytes of memory until it expires (decision 27).
+pub const IDEMPOTENCY_KEYS: Growth = Growth {
+    what: "idempotency keys remembered for one organization",
+    limit: 10_000,
+    then: "start without one, or wait until older ones expire",
+};
+/// Each costs about 300 bytes of memory for ever, revoked ones too.
+pub const KEYS_PER_ORGANIZATION: Growth = Growth {
+    what: "API keys of one organization",
+    limit: 1_000,
+    then: "use one of those it has",
+};
+/// As above, over all organizations.
+pub const API_KEYS: Growth = Growth {
+    what: "API keys",
+    limit: 100_000,
+    then: "start another server for more organizations",
+};
+/// Each costs about 1 KiB of memory for ever.
+pub const ORGANIZATIONS: Growth = Growth {
+    what: "organizations",
+    limit: 50_000,
+    then: "start another server for more",
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_refused_above_the_limit_and_warned_of_once_before() {
+        for limit in [1, 4, 5, 10, 1_024] {
+            let growth = Growth {
+                what: "things",
+                limit,
+                then: "stop",
+            };
+            let warnings: Vec<u64> = (1..=limit).filter(|size| growth.nears(size - 1, *size)).collect();
+            assert_eq!(warnings.len(), 1, "one warning on the way to {limit}");
+            assert!(warnings[0] * 5 >= limit * 4, "not before 80 % of {limit}");
+            assert_eq!(growth.check(limit), Ok(()));
+            assert_eq!(growth.check(limit + 1), Err(Full(growth)));
+        }
+        assert_eq!(
+            Full(IDEMPOTENCY_KEYS).to_string(),
+            "10000 idempotency keys remembered for one organization: that is the limit; start without one, or wait until older ones expire"
+        );
+    }
+}

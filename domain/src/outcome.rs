@@ -242,6 +242,9 @@ pub fn machine_quiet(quiet_ms: u64) -> String {
     )
 }
 
+/// The machine of a local batch finished it without a report of this trial.
+pub const NEVER_REPORTED: &str = "The machine running this batch finished without reporting this trial";
+
 fn first_line(raw: &str) -> Option<&str> {
     raw.lines().map(str::trim).find(|line| !line.is_empty())
 }

@@ -3,7 +3,7 @@
 //! The types hold the *decoded* form, defaults filled in; their JSON is what is stored and hashed. [`decode_start`] finds every violation of
 //! the schema, [`check_start`] the first broken rule that no schema states.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ mod check;
 mod decode;
 mod support;
 
-pub use check::{StartRefusal, check_start};
+pub use check::{StartRefusal, check_local_start, check_start};
 pub use decode::{RunnerStart, decode_runner_start, decode_start};
 pub use support::{Feature, Support};
 
@@ -47,6 +47,28 @@ impl SuiteBatchRequest {
     pub fn run_at(&self, run: usize) -> Option<(usize, usize)> {
         let variants = self.variants.len();
         (run < self.cases.len() * variants).then(|| (run / variants, run % variants))
+    }
+}
+
+/// What plays a simulated person where the operator names no other model (contract 2.6).
+pub const DEFAULT_USER_MODEL: &str = "gpt-5.4-mini";
+
+impl SuiteBatchRequest {
+    /// Every harness that runs, plays a person or judges in the batch.
+    pub fn harnesses(&self) -> BTreeSet<Harness> {
+        let mut used: BTreeSet<Harness> = self.variants.iter().map(|variant| variant.harness).collect();
+        for case in &self.cases {
+            if let Some(User::Simulated { by: Some(player), .. }) = &case.user {
+                used.insert(player.harness);
+            }
+            if let Some(Validator::Judged(validator)) = &case.validator {
+                used.extend(validator.judges.iter().filter_map(|judge| match judge.by {
+                    JudgeBy::Harness { harness } => Some(harness),
+                    JudgeBy::Provider { .. } => None,
+                }));
+            }
+        }
+        used
     }
 }
 

@@ -4,20 +4,19 @@ use std::collections::BTreeSet;
 
 use evalgrid_domain::{
     evidence::{Trajectory, TrialEvidence, Validation, VerifyStep},
+    limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES},
     outcome::Usage,
 };
 use evalgrid_proto::v1::{Evidence, TrialOutcome, TrialStatus, evidence::Place};
 
 use crate::{
     check::CheckRecord,
-    trial::{Attempt, INLINE_BYTES, Stop, json},
+    trial::{Attempt, Stop, json},
     turns::TurnRecord,
 };
 
 /// Diagnostics of one trial; each is one short line.
 const MAX_DIAGNOSTICS: usize = 100;
-/// Paths of changed files that one trial keeps.
-const MAX_FILES: usize = 10_000;
 
 /// Fed by the steps in their order, whether they ran now or were recorded before: the same records give the same outcome.
 #[derive(Default)]
@@ -71,7 +70,7 @@ impl Account {
         };
         for path in &record.files {
             let below = path.strip_prefix(workspace).and_then(|path| path.strip_prefix('/'));
-            if let Some(path) = below.filter(|_| self.files.len() < MAX_FILES) {
+            if let Some(path) = below.filter(|_| self.files.len() < MAX_CHANGED_FILES) {
                 self.files.insert(path.to_owned());
             }
         }
@@ -113,7 +112,7 @@ impl Account {
             diagnostics: self.diagnostics,
         };
         let bytes = json(&evidence);
-        let place = if bytes.len() <= INLINE_BYTES {
+        let place = if bytes.len() <= INLINE_EVIDENCE_BYTES {
             Place::Inline(bytes)
         } else {
             Place::Object(attempt.worker.objects.put(&attempt.lease.organization_id, bytes).await?)
@@ -134,11 +133,14 @@ impl Account {
                 cache_write_tokens: usage.cache_write_tokens,
                 total_tokens: usage.total_tokens,
                 cost_usd: usage.cost_usd.map(|cost| cost.0),
+                // No harness here tells it yet.
+                cache_write_1h_tokens: None,
             }),
             failure: self.failure,
             void_fields: self.void_fields,
             evidence: Some(Evidence { place: Some(place) }),
-            cancelled: false,
+            journal_entries: Some(evidence.trajectory.len() as u64),
+            ..TrialOutcome::default()
         })
     }
 }

@@ -11,6 +11,7 @@ use std::{
 
 use bytes::Bytes;
 use evalgrid_domain::{
+    limits::INLINE_EVIDENCE_BYTES,
     outcome,
     redact::Redactor,
     request::{Case, Profile, SuiteBatchRequest, VariantRequest, effective_source},
@@ -22,8 +23,6 @@ use tokio::{sync::oneshot, time::timeout};
 
 use crate::{account::Account, check, objects::ObjectError, outbox::Fact, setup, turns, worker::Worker};
 
-/// A step's result, or evidence, up to this size travels with its event; a bigger one is an object.
-pub(crate) const INLINE_BYTES: usize = 16 << 10;
 /// What a sandbox lives longer than all its steps may take: waiting for a worker that crashed, for evidence that must be stored, for a retry.
 const LIFETIME_MARGIN: Duration = Duration::from_secs(3_600);
 /// How much longer than its time limit a step may be awaited: proving a tree dead takes seconds at worst.
@@ -242,7 +241,7 @@ impl Attempt<'_> {
     /// The JSON of a value, or of a pointer to it where it is big: data first, then the pointer.
     async fn stored(&self, value: &impl Serialize) -> Result<Bytes, Stop> {
         let bytes = json(value);
-        if bytes.len() <= INLINE_BYTES {
+        if bytes.len() <= INLINE_EVIDENCE_BYTES {
             return Ok(bytes);
         }
         let object = self.worker.objects.put(&self.lease.organization_id, bytes).await?;

@@ -15,12 +15,10 @@ use crate::{
     auth::{self, SharedToken, stopping},
     clock::World,
     engine::Engine,
-    reaper,
+    reaper, trials,
     workers::chance,
 };
 
-/// Keys in all; each costs about 300 bytes of memory for ever.
-const MAX_KEYS: usize = 100_000;
 /// Longest slug of an organization and longest name of a key.
 const MAX_SLUG: usize = 64;
 const MAX_KEY_NAME: usize = 200;
@@ -78,9 +76,7 @@ pub async fn create_key(engine: &Engine, slug: &str, name: &str, permissions: Ve
     engine.world().random(&mut random);
     let (organization_random, key_random) = (first_ten(&random), first_ten(&random[10..]));
     let created = engine.settled_turn(|core| {
-        if core.state.keys().count() >= MAX_KEYS {
-            return Err(Status::resource_exhausted(format!("there are {MAX_KEYS} keys, which is the limit")));
-        }
+        decide::room_for_key(&core.state, slug).map_err(|full| Status::resource_exhausted(full.to_string()))?;
         let now_ms = core.now_ms();
         let fresh = decide::create_organization(&core.state, slug, OrgId::new(now_ms, organization_random), now_ms);
         core.commit_all(fresh);
@@ -179,5 +175,16 @@ impl Admin for AdminService {
         let asked = asked.map_err(|_| stopping())?;
         tracing::info!(sandboxes = asked.total, dry_run, "the operator reaps sandboxes");
         Ok(Response::new(asked))
+    }
+
+    async fn show_trial(&self, request: Request<v1::ShowTrialRequest>) -> Result<Response<v1::TrialReport>, Status> {
+        self.token.check(request.metadata(), "operator's")?;
+        trials::show(&self.engine, &request.into_inner().id).await.map(Response::new)
+    }
+
+    async fn resolve_trial(&self, request: Request<v1::ResolveTrialRequest>) -> Result<Response<v1::TrialReport>, Status> {
+        self.token.check(request.metadata(), "operator's")?;
+        let v1::ResolveTrialRequest { id, reason } = request.into_inner();
+        trials::resolve(&self.engine, &id, &reason).await.map(Response::new)
     }
 }

@@ -23,8 +23,9 @@ use evalgrid_store::{
     log::{MAX_GROUP_BYTES, MAX_GROUP_RECORDS, RECORD_OVERHEAD},
 };
 use evalgrid_workflow::{
-    State, decide,
+    CheckIns, State, decide,
     faults::{self, Fault},
+    growth,
 };
 use prost::Message as _;
 use tokio::sync::watch;
@@ -111,6 +112,8 @@ pub struct Core {
     pub state: State,
     /// Workers that are here now.
     pub sessions: Sessions,
+    /// When the machines of local batches were last heard of.
+    pub check_ins: CheckIns,
     /// Ended batches whose result is not durable as an object yet.
     pub ended: Vec<BatchId>,
     /// Batches archived since the newest snapshot: the next one takes them into the archive. Bounded by the log between two snapshots.
@@ -136,6 +139,7 @@ impl Core {
         Core {
             state,
             sessions: Sessions::default(),
+            check_ins: CheckIns::default(),
             ended: Vec::new(),
             archived: Vec::new(),
             archive: None,
@@ -210,6 +214,10 @@ impl Core {
     fn commit_one(&mut self, event: &Event) {
         let partition = self.partition_of(event);
         self.before_apply(event);
+        for near in growth::near(&self.state, event) {
+            let (whose, limit, then) = (near.whose.unwrap_or_default(), near.growth.limit, near.growth.then);
+            tracing::warn!(whose, limit, "80 % of the limit is reached: {}; once it is full, {then}", near.growth.what);
+        }
         if let Err(error) = self.state.apply(event) {
             // Memory and log would part ways: the log is the truth, so the process ends and replays it.
             fatal(&format!("{error}: {event:?}"));
@@ -260,6 +268,8 @@ impl Core {
             Some(Kind::LeaseGranted(lease)) => lease.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::TrialSettled(settled)) => settled.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::BatchEnded(ended)) => self.organization_of_batch(&ended.batch),
+            Some(Kind::LocalCheckedIn(checked_in)) => self.organization_of_batch(&checked_in.batch),
+            Some(Kind::LocalBatchClosed(closed)) => self.organization_of_batch(&closed.batch),
             // Custody outlives batches, so it is kept with the cell's own facts.
             Some(Kind::SandboxCreated(_) | Kind::SandboxDestroyAsked(_) | Kind::SandboxDestroyed(_)) => None,
             Some(Kind::OrganizationCreated(_) | Kind::KeyCreated(_) | Kind::KeyRevoked(_)) | None => None,

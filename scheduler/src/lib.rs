@@ -16,12 +16,16 @@ mod gate;
 mod read;
 mod reaper;
 mod recovery;
+mod refusals;
 mod replica;
+mod runner;
 mod sessions;
 mod snapshot;
 mod standby;
+mod starts;
 mod term;
 mod timers;
+mod trials;
 mod workers;
 
 /// The scheduler's loop without threads, clocks and wires, for the simulator: the very code that serves.

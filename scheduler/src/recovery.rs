@@ -226,5 +226,5 @@ pub fn support(map: &BTreeMap<String, String>) -> Result<Support, OpenError> {
     };
     let pairs: Result<Vec<(Sandbox, Sandbox)>, OpenError> =
         map.iter().map(|(name, provider)| Ok((parse(name)?, parse(provider)?))).collect();
-    Ok(crate::clients::support(pairs?))
+    Ok(crate::starts::support(pairs?))
 }

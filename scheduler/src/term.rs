@@ -3,7 +3,8 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use evalgrid_proto::v1::{
-    admin_server::AdminServer, auth_server::AuthServer, batches_server::BatchesServer, workers_server::WorkersServer,
+    admin_server::AdminServer, auth_server::AuthServer, batches_server::BatchesServer, runner_server::RunnerServer,
+    workers_server::WorkersServer,
 };
 use evalgrid_store::{Index, Log, Objects};
 use evalgrid_workflow::decide;
@@ -21,7 +22,10 @@ use crate::{
     folder::{self, Folder},
     gate::Gate,
     read::Reader,
-    snapshot, timers,
+    runner::RunnerService,
+    snapshot,
+    starts::Admission,
+    timers,
     workers::WorkersService,
 };
 
@@ -180,7 +184,11 @@ fn routes(
     variables: Arc<crate::dispatch::Variables>,
     stopping: watch::Receiver<bool>,
 ) -> Routes {
-    let clients = ClientsService::new(reader.clone(), support, variables.clone(), stopping.clone());
+    let admission = Admission::new(reader.clone(), support, variables.clone());
+    let runner = RunnerServer::new(RunnerService::new(admission.clone()))
+        .max_decoding_message_size(MAX_CLIENT_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_CLIENT_MESSAGE_BYTES);
+    let clients = ClientsService::new(admission, stopping.clone());
     let workers = WorkersService {
         engine: reader.engine.clone(),
         objects: reader.objects.clone(),
@@ -197,6 +205,7 @@ fn routes(
         .max_decoding_message_size(MAX_CLIENT_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_CLIENT_MESSAGE_BYTES);
     Routes::new(batches)
+        .add_service(runner)
         .add_service(AuthServer::new(clients))
         .add_service(AdminServer::new(admin))
         .add_service(WorkersServer::new(workers).max_decoding_message_size(MAX_WORKER_MESSAGE_BYTES))

@@ -78,6 +78,8 @@ pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, chance: &mut Chance, 
     let gone = |worker_id: &str| !core.sessions.is_here(worker_id);
     let events = decide::give_up_absent(&core.state, &gone, grace_ms, chance, now_ms);
     core.commit_all(events);
+    let events = core.check_ins.sweep(&core.state, steady_ms, now_ms);
+    core.commit_all(events);
     if abandoned {
         let events = decide::abandon(&core.state, now_ms);
         core.commit_all(events);

@@ -220,7 +220,13 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
         let token = step.token;
         match decide::step(&core.state, worker_id, step, now_ms) {
             Ok(event) => core.commit_all(event),
-            Err(refusal) => refuse(token, refusal),
+            Err(refusal) => {
+                // It would wait for hours: what it has to say next has no room either.
+                if let Refusal::Full(full) = &refusal {
+                    core.commit_all(decide::overgrown(&core.state, worker_id, token, full, now_ms));
+                }
+                refuse(token, refusal);
+            }
         }
     }
     for result in report.results {

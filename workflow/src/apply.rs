@@ -1,6 +1,8 @@
 //! One event changes the state. An event that does not fit the state is a typed error: in replay it means that the log is not ours or is
 //! damaged, live it means a bug, and in both cases going on would make it worse.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use evalgrid_domain::{
     ids::{BatchId, KeyId, OrgId},
@@ -11,8 +13,12 @@ use evalgrid_proto::{
     v1,
 };
 
-use crate::faults::{self, Fault};
-use crate::state::{Batch, BatchPhase, IdempotentStart, Key, Organization, Phase, Run, State, Trial, TrialKey};
+use crate::{
+    faults::{self, Fault},
+    local::Local,
+    retry::is_scored,
+    state::{Batch, BatchPhase, IdempotentStart, Key, Organization, Phase, Run, State, Trial, TrialKey},
+};
 
 /// An event that cannot happen in this state.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +65,36 @@ pub(crate) fn trial_ref(key: TrialKey) -> Option<log::TrialRef> {
     })
 }
 
+/// What a batch takes over from the one that it retries, by run and ordinal, and which that is. At least one trial is left to run.
+fn carried_trials(started: &log::BatchStarted) -> Result<(BTreeMap<(u32, u32), v1::TrialOutcome>, Option<BatchId>), ApplyError> {
+    let mut carried = BTreeMap::new();
+    for trial in &started.carried {
+        let Some(outcome) = trial.outcome.clone().filter(|outcome| is_scored(outcome.status())) else {
+            return illegal("a trial without a score is carried over");
+        };
+        if carried.insert((trial.run, trial.ordinal), own_evidence(outcome)).is_some() {
+            return illegal("a trial is carried over twice");
+        }
+    }
+    let retry_of = started.retry_of.as_deref().map(batch_id).transpose()?;
+    let in_all = started.variant_ids.len() * started.trials as usize;
+    if carried.len() >= in_all || (retry_of.is_none() && !carried.is_empty()) {
+        return illegal("a batch takes over more than it may");
+    }
+    Ok((carried, retry_of))
+}
+
+/// Small evidence arrives as a slice of a whole group's buffer, which must not live as long as the trial.
+fn own_evidence(mut outcome: v1::TrialOutcome) -> v1::TrialOutcome {
+    if let Some(v1::Evidence {
+        place: Some(v1::evidence::Place::Inline(bytes)),
+    }) = &mut outcome.evidence
+    {
+        *bytes = Bytes::copy_from_slice(bytes);
+    }
+    outcome
+}
+
 impl State {
     /// Changes the state by one event. On an error the state must be thrown away.
     pub fn apply(&mut self, event: &Event) -> Result<(), ApplyError> {
@@ -81,6 +117,8 @@ impl State {
             Some(Kind::OrganizationCreated(created)) => self.organization_created(created),
             Some(Kind::KeyCreated(created)) => self.key_created(created, at_ms),
             Some(Kind::KeyRevoked(revoked)) => self.key_revoked(revoked, at_ms),
+            Some(Kind::LocalCheckedIn(checked_in)) => self.local_checked_in(checked_in, at_ms),
+            Some(Kind::LocalBatchClosed(closed)) => self.local_batch_closed(closed, at_ms),
             None => illegal("an event of a kind that this version does not know"),
         }
     }
@@ -180,20 +218,26 @@ impl State {
                 return illegal("an idempotency key is used twice");
             }
         }
+        let (mut carried, retry_of) = carried_trials(started)?;
+        let unsettled = trials_in_all as usize - carried.len();
         organization.running.insert(id);
         organization.in_memory.insert(id);
         organization.started += 1;
         let mut all_runs = Vec::with_capacity(runs);
-        for _ in 0..runs {
+        for run in 0..runs {
             let mut trials = Vec::with_capacity(started.trials as usize);
-            for _ in 0..started.trials {
+            for ordinal in 1..=started.trials {
                 let ticket = queue.ticket();
-                trials.push(Trial {
-                    phase: Phase::Queued {
+                let phase = match carried.remove(&(run as u32, ordinal)) {
+                    Some(outcome) => Phase::Settled(Box::new(outcome)),
+                    None => Phase::Queued {
                         since_ms: at_ms,
                         not_before_ms: 0,
                         ticket,
                     },
+                };
+                trials.push(Trial {
+                    phase,
                     attempts: 0,
                     idle_leases: 0,
                     idle_end: String::new(),
@@ -203,7 +247,14 @@ impl State {
                     steps: Vec::new(),
                 });
             }
-            all_runs.push(Run { trials, finished_ms: None });
+            let finished = trials.iter().all(|trial| matches!(trial.phase, Phase::Settled(_)));
+            all_runs.push(Run {
+                trials,
+                finished_ms: finished.then_some(at_ms),
+            });
+        }
+        if !carried.is_empty() {
+            return illegal("a trial is carried over that the batch does not have");
         }
         batches.insert(
             id,
@@ -219,8 +270,15 @@ impl State {
                 idempotency_key: started.idempotency_key.clone(),
                 started_ms: at_ms,
                 runs: all_runs,
-                unsettled: trials_in_all as u32,
+                unsettled: unsettled as u32,
                 phase: BatchPhase::Running,
+                local: started.local.then(|| Local {
+                    checks_in: started.checks_in,
+                    harnesses: started.harnesses.clone(),
+                    sign_ms: at_ms,
+                    closed: None,
+                }),
+                retry_of,
             },
         );
         for run in 0..runs {
@@ -238,15 +296,9 @@ impl State {
 
     fn trial_settled(&mut self, settled: &log::TrialSettled, at_ms: u64) -> Result<(), ApplyError> {
         let key = trial_key(settled.trial.as_ref())?;
-        let Some(mut outcome) = settled.outcome.clone() else {
+        let Some(outcome) = settled.outcome.clone().map(own_evidence) else {
             return illegal("a verdict without an outcome");
         };
-        if let Some(v1::Evidence {
-            place: Some(v1::evidence::Place::Inline(bytes)),
-        }) = &mut outcome.evidence
-        {
-            *bytes = Bytes::copy_from_slice(bytes);
-        }
         match self.trial(key).map(|trial| &trial.phase) {
             None => return illegal("a verdict for no trial"),
             Some(Phase::Settled(_)) => return illegal("a second verdict for a trial"),
@@ -262,6 +314,9 @@ impl State {
         trial.phase = Phase::Settled(Box::new(outcome));
         trial.steps = Vec::new();
         trial.progress_ms = at_ms;
+        if let Some(local) = &mut batch.local {
+            local.sign_ms = at_ms;
+        }
         let run = &mut batch.runs[usize::from(key.run)];
         if run.trials.iter().all(|trial| matches!(trial.phase, Phase::Settled(_))) {
             run.finished_ms = Some(at_ms);

@@ -192,7 +192,7 @@ pub fn destroyed(state: &State, name: &str, worker_id: &str, now_ms: u64) -> Vec
             Phase::Leased { .. } => return Vec::new(),
             Phase::Queued { .. } if !trial.steps.is_empty() && trial.lost.len() as u32 + 1 >= limits::MAX_SANDBOX_ATTEMPTS => {
                 let text = format!("{}: {GONE_ON_RETURN}", outcome::sandbox_lost(trial.lost.len() as u32 + 1));
-                events.push(settled(sandbox.trial, 0, void(&text, batch, sandbox.trial), now_ms));
+                events.push(settled(sandbox.trial, 0, void(&text, batch.trial(sandbox.trial)), now_ms));
             }
             _ => {}
         }

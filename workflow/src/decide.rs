@@ -17,13 +17,12 @@ use crate::{
     chance::Chance,
     custody::sandbox_name,
     faults::{self, Fault},
-    state::{Batch, BatchPhase, Phase, State, TrialKey},
+    local,
+    state::{Batch, BatchPhase, Phase, State, Trial, TrialKey},
 };
 
 /// A step's result beyond this is an object, named by the step.
 pub const MAX_STEP_RESULT_BYTES: usize = 64 * 1024;
-/// 50 turns of three steps each, and the steps around them, with room.
-pub const MAX_STEPS_PER_TRIAL: usize = 1024;
 /// A step's name, e.g. `turn.12.agent`.
 pub const MAX_STEP_NAME_BYTES: usize = 80;
 /// Leases in a row without a recorded step: a trial that kills its worker every time must end. Waits between them grow ([`FRUITLESS_DELAY_MS`]),
@@ -52,12 +51,6 @@ pub enum Refusal {
     /// The idempotency key belongs to a different request.
     #[error("this idempotency key was used with a different request; use a new key for a new request")]
     KeyReused,
-    /// Too many idempotency keys are remembered.
-    #[error(
-        "{} idempotency keys are remembered for this organization, which is the limit; start without one, or wait",
-        limits::MAX_IDEMPOTENCY_KEYS
-    )]
-    TooManyKeys,
     /// No such batch, or somebody else's.
     #[error("there is no batch with this id")]
     NoBatch,
@@ -70,6 +63,42 @@ pub enum Refusal {
     /// The token holds no lease.
     #[error("the attempt holds no lease")]
     Stale,
+    /// It runs on the server.
+    #[error("this batch runs on the server, not on a machine of yours")]
+    Hosted,
+    /// The machine of a local batch has finished it.
+    #[error("the batch has already finished")]
+    Finished,
+    /// A local batch was closed without its machine.
+    #[error("the batch was closed: {0}")]
+    Closed(String),
+    /// No such run, or somebody else's.
+    #[error("there is no run with this id")]
+    NoRun,
+    /// The run has fewer trials.
+    #[error("the run has no trial with this ordinal")]
+    NoTrial,
+    /// A trial has one verdict.
+    #[error("this trial was reported before with another verdict, which stands")]
+    ReportedBefore,
+    /// A batch that runs cannot be retried.
+    #[error("the batch still runs; retry it once it has ended")]
+    StillRunning,
+    /// Nor one whose trials ran elsewhere.
+    #[error("a local batch ran on a machine of yours; run it again there")]
+    LocalRetry,
+    /// Nor one without a need.
+    #[error("every trial of the batch was scored; there is nothing to retry")]
+    NothingUnscored,
+    /// No such trial, or its batch has left memory, and so has its verdict.
+    #[error("there is no trial with this id in a batch that runs")]
+    NoOpenTrial,
+    /// A verdict is for ever.
+    #[error("the trial has its verdict already")]
+    Settled,
+    /// Something that grows with use is full.
+    #[error("{0}")]
+    Full(limits::Full),
     /// A step breaks a limit.
     #[error("the step breaks a limit: {0}")]
     StepLimit(String),
@@ -89,8 +118,14 @@ pub enum Start {
     Admit(Vec<Event>),
 }
 
-/// Admission of a batch: an idempotent replay first, then the limit of running batches.
-pub fn start(state: &State, started: log::BatchStarted, organization: &OrgId, now_ms: u64) -> Result<Start, Refusal> {
+/// Admission of a batch: an idempotent replay first, then the limit of running batches. `quiet` tells of a local batch whose machine is gone.
+pub fn start(
+    state: &State,
+    started: log::BatchStarted,
+    organization: &OrgId,
+    quiet: &dyn Fn(&Batch) -> bool,
+    now_ms: u64,
+) -> Result<Start, Refusal> {
     if let Some(known) = replay(
         state,
         organization,
@@ -100,7 +135,7 @@ pub fn start(state: &State, started: log::BatchStarted, organization: &OrgId, no
     )? {
         return Ok(Start::Replay(known));
     }
-    if let Some(refusal) = busy(state, organization, started.idempotency_key.is_some()) {
+    if let Some(refusal) = busy(state, organization, started.idempotency_key.is_some(), quiet, now_ms) {
         return Err(refusal);
     }
     Ok(Start::Admit(vec![event(now_ms, Kind::BatchStarted(started))]))
@@ -115,15 +150,47 @@ pub fn replay(state: &State, organization: &OrgId, key: Option<&str>, request_ha
     }
 }
 
-/// Whether the organization may not start another batch now.
-pub fn busy(state: &State, organization: &OrgId, with_key: bool) -> Option<Refusal> {
+/// Whether the organization may not start another batch now. A local batch whose machine is gone (`quiet`) holds no place, even before it is
+/// closed.
+pub fn busy(state: &State, organization: &OrgId, with_key: bool, quiet: &dyn Fn(&Batch) -> bool, now_ms: u64) -> Option<Refusal> {
     let organization = state.organization(organization)?;
-    if organization.running.len() >= limits::MAX_RUNNING_BATCHES {
-        return Some(Refusal::Busy {
-            running: organization.running.len(),
-        });
+    let batches = organization.running.iter().filter_map(|id| state.batch(id));
+    let running = batches.filter(|batch| !quiet(batch)).count();
+    if running >= limits::MAX_RUNNING_BATCHES {
+        return Some(Refusal::Busy { running });
     }
-    (with_key && organization.idempotency.len() >= limits::MAX_IDEMPOTENCY_KEYS).then_some(Refusal::TooManyKeys)
+    let keys = organization.living_idempotency_keys(now_ms) + 1;
+    match with_key {
+        true => limits::IDEMPOTENCY_KEYS.check(keys as u64).err().map(Refusal::Full),
+        false => None,
+    }
+}
+
+/// The operator's end of a trial that nothing else ends: void, with the operator's reason.
+pub fn resolve(state: &State, key: TrialKey, reason: &str, now_ms: u64) -> Result<Event, Refusal> {
+    let batch = state.batch(&key.batch).ok_or(Refusal::NoOpenTrial)?;
+    let token = match batch.trial(key).ok_or(Refusal::NoOpenTrial)?.phase {
+        Phase::Settled(_) => return Err(Refusal::Settled),
+        Phase::Leased { token } => token,
+        Phase::Queued { .. } => 0,
+    };
+    Ok(settled(key, token, void(&outcome::failure_text(reason), batch.trial(key)), now_ms))
+}
+
+/// Whether an organization may have another key, and whether it may be created where there is none with this slug yet.
+pub fn room_for_key(state: &State, slug: &str) -> Result<(), limits::Full> {
+    limits::API_KEYS.check(state.keys().count() as u64 + 1)?;
+    match state.organization_by_slug(slug) {
+        Some(organization) => limits::KEYS_PER_ORGANIZATION.check(state.keys_of(&organization.id) as u64 + 1),
+        None => limits::ORGANIZATIONS.check(state.organization_count() as u64 + 1),
+    }
+}
+
+/// A trial whose records have grown as far as they may cannot go on, and is void.
+pub fn overgrown(state: &State, worker_id: &str, token: u64, full: &limits::Full, now_ms: u64) -> Option<Event> {
+    let key = lease_of(state, worker_id, token).ok()?;
+    let text = outcome::failure_text(&format!("The trial could not go on: {full}"));
+    Some(settled(key, token, void(&text, state.trial(key)), now_ms))
 }
 
 /// An organization, where there is none with this slug yet.
@@ -159,24 +226,29 @@ pub fn cancel(state: &State, organization: &OrgId, id: &BatchId, now_ms: u64) ->
             Err(Refusal::Ended)
         };
     }
+    if batch.local.is_some() {
+        return Ok(vec![local::close(batch, Some(CANCELLED), CANCELLED, true, now_ms)]);
+    }
     Ok(unsettled(batch)
         .map(|(key, token)| {
             let outcome = TrialOutcome {
                 cancelled: true,
-                ..void(CANCELLED, batch, key)
+                ..void(CANCELLED, batch.trial(key))
             };
             settled(key, token, outcome, now_ms)
         })
         .collect())
 }
 
-/// What follows by itself from an event that has just been applied: a batch ends with its last verdict.
+/// What follows by itself from an event that has just been applied: a batch ends with its last verdict, a
+/// local one once it is closed.
 pub fn after(state: &State, applied: &Event) -> Option<Event> {
-    let Some(Kind::TrialSettled(settled)) = &applied.kind else {
-        return None;
+    let id = match &applied.kind {
+        Some(Kind::TrialSettled(settled)) => crate::apply::trial_key(settled.trial.as_ref()).ok()?.batch,
+        Some(Kind::LocalBatchClosed(closed)) => crate::apply::batch_id(&closed.batch).ok()?,
+        _ => return None,
     };
-    let batch = state.batch(&crate::apply::trial_key(settled.trial.as_ref()).ok()?.batch)?;
-    ending(batch, applied.at_ms)
+    ending(state.batch(&id)?, applied.at_ms)
 }
 
 /// What should have followed from the last events of a log that was cut right behind them. For once, after recovery.
@@ -192,12 +264,14 @@ fn ending(batch: &Batch, now_ms: u64) -> Option<Event> {
     if open || batch.phase != BatchPhase::Running {
         return None;
     }
-    let cancelled = batch
-        .trials()
-        .any(|(_, trial)| trial.outcome().is_some_and(|outcome| outcome.cancelled));
-    let (status, failure) = match cancelled {
-        true => (v1::BatchStatus::Failed, Some(CANCELLED.to_owned())),
-        false => (v1::BatchStatus::Finished, None),
+    let cancelled = || {
+        let mut outcomes = batch.trials().filter_map(|(_, trial)| trial.outcome());
+        outcomes.any(|outcome| outcome.cancelled)
+    };
+    let (status, failure) = match &batch.local {
+        Some(local) => local::ending(local.closed.as_ref()?),
+        None if cancelled() => (v1::BatchStatus::Failed, Some(CANCELLED.to_owned())),
+        None => (v1::BatchStatus::Finished, None),
     };
     let ended = log::BatchEnded {
         batch: batch.id.0.to_vec().into(),
@@ -227,7 +301,7 @@ pub fn grant(state: &State, key: TrialKey, holder: Holder<'_>, now_ms: u64) -> V
             "The worker stopped {MAX_IDLE_LEASES} times in a row while it ran this trial, the last time because of this: {}",
             trial.idle_end
         );
-        return vec![settled(key, 0, void(&outcome::failure_text(&text), batch, key), now_ms)];
+        return vec![settled(key, 0, void(&outcome::failure_text(&text), batch.trial(key)), now_ms)];
     }
     let token = state.last_token.max(state.token_floor) + 1;
     let adopt = trial.sandbox.is_some();
@@ -264,9 +338,10 @@ pub fn step(state: &State, worker_id: &str, record: v1::StepRecord, now_ms: u64)
     if trial.steps.iter().any(|known| known.step == record.step) {
         return Ok(None);
     }
-    if trial.steps.len() >= MAX_STEPS_PER_TRIAL {
-        return Err(Refusal::StepLimit(format!("a trial has {MAX_STEPS_PER_TRIAL} steps at most")));
-    }
+    limits::STEPS_PER_TRIAL
+        .check(trial.steps.len() as u64 + 1)
+        .and(limits::RECORDED_BYTES_PER_TRIAL.check(trial.recorded_bytes() + record.result.len() as u64))
+        .map_err(Refusal::Full)?;
     let recorded = log::StepRecorded {
         token: record.token,
         step: record.step,
@@ -350,7 +425,7 @@ fn retry_or_void(state: &State, ended: AttemptEnd, reason: &str, spread_ms: u64,
         Why::SandboxUnavailable => reason.to_owned(),
         _ => format!("{}: {reason}", outcome::sandbox_lost(lost)),
     };
-    Some(settled(ended.key, ended.token, void(&text, batch, ended.key), now_ms))
+    Some(settled(ended.key, ended.token, void(&text, batch.trial(ended.key)), now_ms))
 }
 
 /// What a worker's greeting proves of leases: those of an earlier process of it have ended, and those that never reached it.
@@ -437,6 +512,10 @@ pub fn give_up_absent(state: &State, gone: &dyn Fn(&str) -> bool, grace_ms: u64,
 pub fn abandon(state: &State, now_ms: u64) -> Vec<Event> {
     let mut events = Vec::new();
     for batch in state.batches().filter(|batch| batch.phase == BatchPhase::Running) {
+        if batch.local.is_some() {
+            events.extend(local::abandon(batch, now_ms));
+            continue;
+        }
         for (key, trial) in batch.trials() {
             let quiet = trial.progress_ms + limits::ABANDONED_AFTER_MS <= now_ms;
             let (overdue, token, text) = match trial.phase {
@@ -450,7 +529,7 @@ pub fn abandon(state: &State, now_ms: u64) -> Vec<Event> {
                 Phase::Leased { token } => (quiet, token, outcome::abandoned(limits::ABANDONED_AFTER_MS)),
             };
             if overdue {
-                events.push(settled(key, token, void(&text, batch, key), now_ms));
+                events.push(settled(key, token, void(&text, batch.trial(key)), now_ms));
             }
         }
     }
@@ -489,12 +568,13 @@ fn unsettled(batch: &Batch) -> impl Iterator<Item = (TrialKey, u64)> {
     })
 }
 
-pub(crate) fn void(failure: &str, batch: &Batch, key: TrialKey) -> TrialOutcome {
+/// Not scored, for this reason.
+pub(crate) fn void(failure: &str, trial: Option<&Trial>) -> TrialOutcome {
     TrialOutcome {
         status: TrialStatus::Void.into(),
         exit_code: -1,
         failure: Some(failure.to_owned()),
-        sandbox_id: batch.trial(key).and_then(|trial| trial.sandbox.clone()),
+        sandbox_id: trial.and_then(|trial| trial.sandbox.clone()),
         ..TrialOutcome::default()
     }
 }

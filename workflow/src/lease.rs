@@ -255,7 +255,8 @@ impl State {
 
     /// Where a trial that waits stands in the queue.
     pub(crate) fn wait_of(&self, key: TrialKey) -> Option<Wait> {
-        let batch = self.batches.get(&key.batch)?;
+        // The machine of a local batch takes its trials without asking.
+        let batch = self.batches.get(&key.batch).filter(|batch| batch.local.is_none())?;
         let trial = batch.trial(key)?;
         let Phase::Queued { not_before_ms, ticket, .. } = trial.phase else {
             return None;

@@ -12,6 +12,7 @@ use crate::{
     apply::{ApplyError, batch_id, illegal, organization_id, trial_key, trial_ref},
     custody::Sandbox,
     faults::{self, Fault},
+    local::Local,
     state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, State, Trial},
 };
 
@@ -146,7 +147,14 @@ impl State {
                 trials: batch.trials_per_run() as u32,
                 trigger: batch.trigger.clone(),
                 variant_ids: batch.variant_ids.clone(),
+                local: batch.local.is_some(),
+                checks_in: batch.local.as_ref().is_some_and(|local| local.checks_in),
+                harnesses: batch.local.iter().flat_map(|local| local.harnesses.clone()).collect(),
+                retry_of: batch.retry_of.map(|id| id.0.to_vec().into()),
+                // Its trials tell what was taken over.
+                carried: Vec::new(),
             }),
+            local: batch.local.as_ref().map(Local::save),
             started_ms: batch.started_ms,
             runs: batch.runs.iter().map(save_run).collect(),
             ended,
@@ -210,6 +218,12 @@ impl State {
                 manifest: saved.manifest.clone(),
             },
         };
+        let local = match (started.local, &saved.local) {
+            (true, Some(saved)) => Some(Local::restore(started, saved)),
+            (false, None) => None,
+            _ => return illegal("a local batch without its machine's signs"),
+        };
+        let retry_of = started.retry_of.as_deref().map(batch_id).transpose()?;
         let runs = saved.runs.iter().map(restore_run).collect::<Result<Vec<_>, _>>()?;
         let trials = runs.iter().flat_map(|run| &run.trials);
         let unsettled = trials.filter(|trial| !matches!(trial.phase, Phase::Settled(_))).count();
@@ -231,6 +245,8 @@ impl State {
             runs,
             unsettled: unsettled as u32,
             phase,
+            local,
+            retry_of,
         };
         match self.batches.insert(id, batch) {
             None => Ok(()),

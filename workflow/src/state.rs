@@ -8,6 +8,7 @@ use evalgrid_proto::v1;
 use crate::{
     admission::{Admission, Limits},
     custody::Sandbox,
+    local::Local,
     queue::{Gates, Queue},
 };
 
@@ -113,6 +114,10 @@ pub struct Batch {
     pub unsettled: u32,
     /// Running or ended.
     pub phase: BatchPhase,
+    /// Where the client's own machine runs the trials.
+    pub local: Option<Local>,
+    /// The ended batch whose unscored trials this one runs again.
+    pub retry_of: Option<BatchId>,
 }
 
 /// Whether a batch has ended.
@@ -257,6 +262,11 @@ impl State {
         self.keys.values()
     }
 
+    /// How many keys an organization has, revoked ones included.
+    pub fn keys_of(&self, organization: &OrgId) -> usize {
+        self.keys.values().filter(|key| key.organization == *organization).count()
+    }
+
     /// A key by id.
     pub fn key(&self, id: &KeyId) -> Option<&Key> {
         self.keys.get(id)
@@ -356,6 +366,14 @@ impl State {
     }
 }
 
+impl Organization {
+    /// Idempotency keys that can still be answered at `now_ms`.
+    pub fn living_idempotency_keys(&self, now_ms: u64) -> usize {
+        let expired = self.idempotency_expiry.iter().take_while(|(expiry, _)| *expiry <= now_ms);
+        self.idempotency.len() - expired.count()
+    }
+}
+
 impl Batch {
     /// Trials per run.
     pub fn trials_per_run(&self) -> usize {
@@ -414,6 +432,11 @@ impl Trial {
             Phase::Queued { .. } | Phase::Leased { .. } => v1::TrialStatus::Running,
             Phase::Settled(outcome) => outcome.status(),
         }
+    }
+
+    /// Bytes of the results of its steps.
+    pub fn recorded_bytes(&self) -> u64 {
+        self.steps.iter().map(|step| step.result.len() as u64).sum()
     }
 
     /// Its verdict.

@@ -27,6 +27,8 @@ pub fn batch(batch: &Batch, only: Option<u8>) -> v1::Batch {
         cases: batch.cases.clone(),
         variants: batch.variants.clone(),
         runs: positions.filter_map(|position| run(batch, position)).collect(),
+        local: batch.local.is_some(),
+        retry_of: batch.retry_of.map(|id| id.to_string()),
     }
 }
 
@@ -93,15 +95,15 @@ pub fn ending(batch: &Batch) -> (BatchStatus, Option<String>, Option<u64>) {
 fn run(batch: &Batch, position: u8) -> Option<v1::Run> {
     let state = batch.runs.get(usize::from(position))?;
     let (case, variant) = batch.coordinates(position);
-    let (batch_status, ..) = ending(batch);
-    let cancelled = state
-        .trials
-        .iter()
-        .any(|trial| trial.outcome().is_some_and(|outcome| outcome.cancelled));
+    let (_, failure, _) = ending(batch);
+    // A run that the batch's early end cut short: its trials say why in the batch's own words.
+    let cut_short = |why: &String| {
+        let mut outcomes = state.trials.iter().filter_map(Trial::outcome);
+        outcomes.any(|outcome| outcome.failure.as_ref() == Some(why))
+    };
     let status = match state.finished_ms {
         None => BatchStatus::Running,
-        // A run that a cancel cut short stopped early, as its batch did.
-        Some(_) if cancelled && batch_status == BatchStatus::Failed => BatchStatus::Failed,
+        Some(_) if failure.as_ref().is_some_and(cut_short) => BatchStatus::Failed,
         Some(_) => BatchStatus::Finished,
     };
     Some(v1::Run {

@@ -5,15 +5,18 @@
 
 use std::collections::{HashMap, HashSet};
 
-use evalgrid_domain::ids::{BatchId, OrgId};
+use evalgrid_domain::{
+    ids::{BatchId, OrgId, RunId},
+    limits,
+};
 use evalgrid_proto::{
     log::v1::{self as log},
     v1::{self, TrialStatus},
 };
 use evalgrid_workflow::{
-    Chance, Event, Kind, Listing, Phase, State, TrialKey, admission,
+    Batch, BatchPhase, Chance, CheckIns, Event, Kind, Listing, Phase, State, TrialKey, admission,
     decide::{self, Holder},
-    view,
+    local, retry, view,
 };
 use prost::Message as _;
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
@@ -31,6 +34,9 @@ struct World {
     folders: HashMap<&'static str, HashSet<String>>,
     /// Every token ever granted: old ones are tried again and again.
     tokens: Vec<(u64, &'static str)>,
+    check_ins: CheckIns,
+    /// Batches that ended, as readers saw them: what may be retried.
+    ended: Vec<(OrgId, v1::Batch)>,
 }
 
 impl World {
@@ -44,6 +50,8 @@ impl World {
             incarnations: WORKERS.map(|worker| (worker, 0)).into(),
             folders: WORKERS.map(|worker| (worker, HashSet::new())).into(),
             tokens: Vec::new(),
+            check_ins: CheckIns::default(),
+            ended: Vec::new(),
         };
         for number in 0..2u8 {
             let id = OrgId::new(world.now_ms, [number; 10]);
@@ -61,6 +69,10 @@ impl World {
             while let Some(event) = next {
                 self.state.apply(&event).unwrap();
                 next = decide::after(&self.state, &event);
+                if let Some(Kind::BatchEnded(ended)) = &event.kind {
+                    let batch = self.state.batch(&BatchId(ended.batch.as_ref().try_into().unwrap())).unwrap();
+                    self.ended.push((batch.organization, view::batch(batch, None)));
+                }
                 self.log.push(event);
             }
         }
@@ -85,8 +97,14 @@ impl World {
     fn turn(&mut self) {
         self.now_ms += self.rng.random_range(0..2_000);
         match self.rng.random_range(0..100) {
-            0..6 => self.start(),
-            6..30 => self.grant(),
+            0..4 => self.start(),
+            4..6 => self.retry(),
+            6..9 => self.report(),
+            9..11 => self.beat(),
+            11..12 => self.finish(),
+            12..13 => self.sweep(),
+            13..14 => self.resolve(),
+            14..30 => self.grant(),
             30..60 => self.step(),
             60..70 => self.result(),
             70..73 => self.throttle(),
@@ -98,7 +116,7 @@ impl World {
             94..96 => self.cancel(),
             96..97 => self.give_up(),
             97..98 => self.archive(),
-            98..99 => self.now_ms += 80 * 3_600_000,
+            98 => self.now_ms += [11 * 60_000, 80 * 3_600_000][self.rng.random_range(0..2)],
             _ => {
                 let events = decide::abandon(&self.state, self.now_ms);
                 self.commit_all(events);
@@ -132,9 +150,130 @@ impl World {
             trials,
             trigger: None,
             variant_ids: vec![String::new(); cases * variants],
+            local: self.rng.random_bool(0.3),
+            checks_in: self.rng.random_bool(0.7),
+            ..Default::default()
         };
-        if let Ok(decide::Start::Admit(events)) = decide::start(&self.state, started, &organization, self.now_ms) {
+        self.admit(organization, started);
+    }
+
+    /// As the scheduler does: what counts is who is running and has not gone quiet.
+    fn admit(&mut self, organization: OrgId, started: log::BatchStarted) {
+        let id = BatchId(started.batch.as_ref().try_into().unwrap());
+        let (check_ins, now_ms) = (&self.check_ins, self.now_ms);
+        let quiet = |batch: &Batch| check_ins.is_quiet(batch, now_ms);
+        if let Ok(decide::Start::Admit(events)) = decide::start(&self.state, started, &organization, &quiet, now_ms) {
+            let running = &self.state.organization(&organization).unwrap().running;
+            let counted = running.iter().filter(|id| !quiet(self.state.batch(id).unwrap())).count();
+            assert!(counted < limits::MAX_RUNNING_BATCHES, "three batches run at once at the most");
             self.commit_all(events);
+            self.check_ins.hear(id, self.now_ms);
+        }
+    }
+
+    fn retry(&mut self) {
+        if self.ended.is_empty() {
+            return;
+        }
+        let (organization, batch) = self.ended[self.rng.random_range(0..self.ended.len())].clone();
+        let Ok(carried) = retry::carried(&batch) else { return };
+        let started = log::BatchStarted {
+            batch: BatchId::new(self.now_ms, self.rng.random()).0.to_vec().into(),
+            organization_id: organization.to_string(),
+            request: batch.request,
+            request_hash: "retry".into(),
+            suite: batch.suite,
+            trials: batch.runs[0].trials.len() as u32,
+            variant_ids: batch.runs.iter().map(|run| run.variant_id.clone()).collect(),
+            cases: batch.cases,
+            variants: batch.variants,
+            retry_of: Some(batch.id.parse::<BatchId>().unwrap().0.to_vec().into()),
+            carried,
+            ..Default::default()
+        };
+        self.admit(organization, started);
+    }
+
+    /// A local batch that has not been archived, open or not.
+    fn local(&mut self) -> Option<(OrgId, BatchId)> {
+        let mut known: Vec<_> = self.state.batches().filter(|batch| batch.local.is_some()).map(|batch| batch.id).collect();
+        known.sort();
+        let id = (!known.is_empty()).then(|| known[self.rng.random_range(0..known.len())])?;
+        Some((self.state.batch(&id).unwrap().organization, id))
+    }
+
+    /// Whether the batch's machine is heard, as the scheduler decides it.
+    fn heard(&mut self, organization: &OrgId, id: &BatchId) -> bool {
+        let Ok(batch) = local::open(&self.state, organization, id) else { return false };
+        if self.check_ins.is_quiet(batch, self.now_ms) {
+            let closed = local::close_quiet(batch, self.now_ms);
+            self.commit_all([closed]);
+            assert!(local::open(&self.state, organization, id).is_err(), "it came back too late");
+            return false;
+        }
+        let recorded = local::checked_in(batch, self.now_ms);
+        self.check_ins.hear(*id, self.now_ms);
+        self.commit_all(recorded);
+        true
+    }
+
+    fn beat(&mut self) {
+        if let Some((organization, id)) = self.local() {
+            self.heard(&organization, &id);
+        }
+    }
+
+    fn report(&mut self) {
+        let Some((organization, id)) = self.local() else { return };
+        if !self.heard(&organization, &id) {
+            return;
+        }
+        let run = RunId {
+            batch: id,
+            run: self.rng.random_range(0..4),
+        };
+        let ordinal = self.rng.random_range(0..4);
+        let status = [TrialStatus::Passed, TrialStatus::Failed, TrialStatus::Void][self.rng.random_range(0..3)];
+        let outcome = || v1::TrialOutcome {
+            status: status.into(),
+            ..Default::default()
+        };
+        if let Ok(event) = local::report(&self.state, &organization, run, ordinal, outcome(), self.now_ms) {
+            self.commit_all(event);
+            let again = local::report(&self.state, &organization, run, ordinal, outcome(), self.now_ms);
+            assert_eq!(again, Ok(None), "the same report again changes nothing");
+        }
+    }
+
+    fn finish(&mut self) {
+        let Some((organization, id)) = self.local() else { return };
+        if let Ok(event) = local::finish(&self.state, &organization, &id, self.now_ms) {
+            self.commit_all(event);
+            let again = local::finish(&self.state, &organization, &id, self.now_ms);
+            assert_eq!(again, Ok(None), "finishing twice is finishing once");
+        }
+    }
+
+    fn sweep(&mut self) {
+        if self.rng.random_bool(0.2) {
+            // The scheduler has started anew: nobody has been heard yet.
+            self.check_ins = CheckIns::default();
+        }
+        let events = self.check_ins.sweep(&self.state, self.now_ms, self.now_ms);
+        self.commit_all(events);
+    }
+
+    fn resolve(&mut self) {
+        let mut open: Vec<_> = self.state.batches().flat_map(Batch::trials).map(|(key, _)| key).collect();
+        open.sort();
+        if open.is_empty() {
+            return;
+        }
+        let key = open[self.rng.random_range(0..open.len())];
+        let before = self.state.trial(key).unwrap().outcome().is_some();
+        match decide::resolve(&self.state, key, "stuck", self.now_ms) {
+            Ok(event) => self.commit_all([event]),
+            Err(refusal) => assert_eq!((before, refusal), (true, decide::Refusal::Settled)),
         }
     }
 
@@ -305,12 +444,12 @@ impl World {
         let ended = self
             .state
             .batches()
-            .filter(|batch| batch.unsettled == 0)
+            .filter(|batch| batch.phase != BatchPhase::Running)
             .map(|batch| batch.id)
             .min();
         let Some(id) = ended else { return };
         let batch = self.state.batch(&id).unwrap();
-        if matches!(&batch.phase, evalgrid_workflow::BatchPhase::Ended { manifest: None, .. }) {
+        if matches!(&batch.phase, BatchPhase::Ended { manifest: None, .. }) {
             let event = decide::archived(batch, v1::ObjectRef::default(), view::summary(batch), self.now_ms);
             self.commit_all([event]);
         }
@@ -320,6 +459,7 @@ impl World {
 /// What section 1 of the design promises, from the log alone.
 fn check_log(log: &[Event]) {
     let mut verdicts = HashSet::new();
+    let mut local = HashMap::new();
     let mut steps = HashSet::new();
     let mut sandbox_of = HashMap::new();
     let mut custody = HashSet::new();
@@ -329,7 +469,29 @@ fn check_log(log: &[Event]) {
         assert!(event.at_ms >= last_ms, "time does not go back");
         last_ms = event.at_ms;
         match event.kind.as_ref().unwrap() {
+            Kind::BatchStarted(started) => {
+                let all = (0..started.variant_ids.len() as u32).flat_map(|run| (1..=started.trials).map(move |ordinal| (run, ordinal)));
+                let all: Vec<_> = all.map(|(run, ordinal)| (started.batch.clone(), run, ordinal)).collect();
+                if started.local {
+                    local.insert(started.batch.clone(), all);
+                }
+                for trial in &started.carried {
+                    assert!(verdicts.insert((started.batch.clone(), trial.run, trial.ordinal)), "carried once");
+                }
+            }
+            Kind::LocalBatchClosed(closed) => {
+                let all = local.get_mut(&closed.batch).expect("only local batches are closed");
+                for trial in std::mem::take(all) {
+                    verdicts.insert(trial);
+                }
+            }
             Kind::LeaseGranted(granted) => {
+                let trial = granted.trial.clone().unwrap();
+                assert!(!local.contains_key(&trial.batch), "a local trial is never leased");
+                assert!(
+                    !verdicts.contains(&(trial.batch, trial.run, trial.ordinal)),
+                    "a scored trial does not run again"
+                );
                 assert!(granted.token > last_token, "tokens only grow");
                 last_token = granted.token;
                 sandbox_of.insert(granted.token, granted.sandbox.clone());
@@ -396,7 +558,12 @@ fn check_state(state: &State) {
         let open = batch.trials().filter(|(_, trial)| trial.outcome().is_none()).count();
         assert_eq!(open, batch.unsettled as usize, "the count of open trials is right");
         let running = state.organization(&batch.organization).unwrap().running.contains(&batch.id);
-        assert_eq!(running, open > 0, "a batch holds its organization's slot exactly while it runs");
+        let runs = match &batch.local {
+            Some(local) => local.closed.is_none(),
+            None => open > 0,
+        };
+        assert_eq!(running, runs, "a batch holds its organization's slot exactly while it runs");
+        assert_eq!(running, batch.phase == BatchPhase::Running);
         for run in view::batch(batch, None).runs {
             let counts = run.distribution.unwrap();
             assert_eq!(counts.trials, counts.scored + counts.voided, "denominators are honest");
@@ -486,7 +653,8 @@ fn run(seed: u64) {
         let events = decide::abandon(&world.state, world.now_ms);
         world.commit_all(events);
     }
-    assert!(world.state.batches().all(|batch| batch.unsettled == 0), "every batch ends");
+    let running = |batch: &Batch| batch.phase == BatchPhase::Running;
+    assert!(!world.state.batches().any(running), "every batch ends");
     check_log(&world.log);
 }
 
@@ -549,6 +717,42 @@ fn an_event_that_does_not_fit_is_refused() {
             worker_id: "y".into(),
         }),
     );
+    for (what, run, ordinal, status, retry_of) in [
+        ("a trial that is not there", 7, 1, TrialStatus::Passed, true),
+        ("a trial without a score", 0, 1, TrialStatus::Void, true),
+        ("a trial of no batch", 0, 1, TrialStatus::Passed, false),
+    ] {
+        check(
+            &format!("carrying over {what}"),
+            Kind::BatchStarted(log::BatchStarted {
+                batch: vec![5; 16].into(),
+                organization_id: World::new(1).organizations[0].to_string(),
+                request: Some(v1::ObjectRef::default()),
+                suite: Some(v1::Suite::default()),
+                cases: vec![v1::CaseInfo::default()],
+                variants: vec![v1::VariantInfo::default()],
+                trials: 2,
+                variant_ids: vec![String::new()],
+                retry_of: retry_of.then(|| vec![4; 16].into()),
+                carried: vec![log::CarriedTrial {
+                    run,
+                    ordinal,
+                    outcome: Some(v1::TrialOutcome {
+                        status: status.into(),
+                        ..Default::default()
+                    }),
+                }],
+                ..Default::default()
+            }),
+        );
+    }
+    let (mut hosted, _, id) = one_batch(false, false);
+    let closed = log::LocalBatchClosed {
+        batch: id.0.to_vec().into(),
+        ..Default::default()
+    };
+    let closed = decide::event(hosted.now_ms, Kind::LocalBatchClosed(closed));
+    assert!(hosted.state.apply(&closed).is_err(), "a hosted batch is not closed");
     check(
         "a short id",
         Kind::BatchEnded(log::BatchEnded {
@@ -556,6 +760,138 @@ fn an_event_that_does_not_fit_is_refused() {
             ..Default::default()
         }),
     );
+}
+
+/// A world with one batch of two trials.
+fn one_batch(local: bool, checks_in: bool) -> (World, OrgId, BatchId) {
+    let mut world = World::new(3);
+    let (organization, id) = (world.organizations[0], BatchId::new(world.now_ms, [9; 10]));
+    let started = log::BatchStarted {
+        batch: id.0.to_vec().into(),
+        organization_id: organization.to_string(),
+        request: Some(v1::ObjectRef::default()),
+        suite: Some(v1::Suite::default()),
+        cases: vec![v1::CaseInfo::default()],
+        variants: vec![v1::VariantInfo::default()],
+        trials: 2,
+        variant_ids: vec![String::new()],
+        local,
+        checks_in,
+        ..Default::default()
+    };
+    world.admit(organization, started);
+    (world, organization, id)
+}
+
+#[test]
+fn a_machine_that_is_quiet_for_ten_minutes_is_gone() {
+    use limits::{ABANDONED_AFTER_MS, LOCAL_QUIET_MS};
+    // (promised to check in, milliseconds until the sweep, restarted meanwhile, whether it is closed)
+    let check = |checks_in: bool, after_ms: u64, restarted: bool, closed: bool| {
+        let (mut world, organization, id) = one_batch(true, checks_in);
+        world.now_ms += after_ms;
+        if restarted {
+            world.check_ins = CheckIns::default();
+        }
+        let quiet = world.check_ins.is_quiet(world.state.batch(&id).unwrap(), world.now_ms);
+        let mut events = world.check_ins.sweep(&world.state, world.now_ms, world.now_ms);
+        assert_eq!(quiet, !events.is_empty(), "admission and sweep agree");
+        if events.is_empty() {
+            events = decide::abandon(&world.state, world.now_ms);
+        }
+        world.commit_all(events);
+        let what = format!("{checks_in} {after_ms} {restarted}");
+        assert_eq!(local::open(&world.state, &organization, &id).is_err(), closed, "{what}");
+        if closed {
+            let batch = view::batch(world.state.batch(&id).unwrap(), None);
+            assert_eq!((batch.status(), batch.runs[0].status()), (v1::BatchStatus::Failed, v1::BatchStatus::Failed), "{what}");
+            assert_eq!(batch.runs[0].trials[1].outcome.as_ref().unwrap().failure, batch.failure, "{what}");
+            let refusal = local::finish(&world.state, &organization, &id, world.now_ms).unwrap_err();
+            assert_eq!((&refusal, local::too_late(&batch)), (&decide::Refusal::Closed(batch.failure.unwrap()), refusal.clone()));
+        }
+    };
+    check(true, LOCAL_QUIET_MS - 1, false, false);
+    check(true, LOCAL_QUIET_MS, false, true);
+    check(true, LOCAL_QUIET_MS, true, false);
+    check(true, ABANDONED_AFTER_MS, true, true);
+    check(false, LOCAL_QUIET_MS, false, false);
+    check(false, ABANDONED_AFTER_MS - 1, false, false);
+    check(false, ABANDONED_AFTER_MS, false, true);
+}
+
+#[test]
+fn check_ins_are_recorded_often_enough_for_the_six_hour_rule() {
+    let (mut world, organization, id) = one_batch(true, true);
+    let before = world.log.len();
+    // A day of beats, once a minute, with a restart every hour.
+    for minute in 0..24 * 60 {
+        world.now_ms += 60_000;
+        if minute % 60 == 0 {
+            world.check_ins = CheckIns::default();
+        }
+        assert!(world.heard(&organization, &id));
+        let events = [world.check_ins.sweep(&world.state, world.now_ms, world.now_ms), decide::abandon(&world.state, world.now_ms)];
+        assert_eq!(events.concat(), [], "it is there");
+    }
+    assert_eq!(world.log.len() - before, 48, "one record per half hour");
+}
+
+#[test]
+fn a_retry_takes_over_what_was_scored() {
+    let (mut world, organization, id) = one_batch(false, false);
+    let key = |batch, ordinal| TrialKey { batch, run: 0, ordinal };
+    let refused = |world: &World| retry::carried(&view::batch(world.state.batch(&id).unwrap(), None)).unwrap_err();
+    assert_eq!(refused(&world), decide::Refusal::StillRunning);
+    let token = world.state.leases().count() as u64;
+    assert_eq!(token, 0);
+    let holder = Holder {
+        worker_id: "alpha",
+        incarnation: "0",
+        boot_id: "boot",
+    };
+    let granted = decide::grant(&world.state, key(id, 1), holder, world.now_ms);
+    world.commit_all(granted);
+    let outcome = v1::TrialOutcome {
+        status: TrialStatus::Passed.into(),
+        commands: 5,
+        evidence: Some(v1::Evidence {
+            place: Some(v1::evidence::Place::Inline(vec![1, 2, 3].into())),
+        }),
+        ..Default::default()
+    };
+    let event = decide::result(&world.state, "alpha", 1, outcome, world.now_ms).unwrap();
+    world.commit_all([event]);
+    let event = decide::resolve(&world.state, key(id, 2), "stuck", world.now_ms).unwrap();
+    world.commit_all([event]);
+    let before = world.ended[0].1.clone();
+    world.retry();
+    let second = world.state.batches().find(|batch| batch.id != id).unwrap().id;
+    let batch = view::batch(world.state.batch(&second).unwrap(), None);
+    assert_eq!(batch.retry_of.as_deref(), Some(before.id.as_str()));
+    let (carried, fresh) = (&batch.runs[0].trials[0], &batch.runs[0].trials[1]);
+    let expected = v1::TrialOutcome {
+        carried: true,
+        ..before.runs[0].trials[0].outcome.clone().unwrap()
+    };
+    assert_eq!((carried.outcome.as_ref(), fresh.status()), (Some(&expected), TrialStatus::Queued));
+    assert_eq!(view::batch(world.state.batch(&id).unwrap(), None), before, "the old batch stays as it was");
+    let next = world.state.next_for("alpha", &[String::new()], world.now_ms);
+    assert_eq!(next, Some(key(second, 2)), "only the unscored trial waits");
+    let granted = decide::grant(&world.state, key(second, 2), holder, world.now_ms);
+    world.commit_all(granted);
+    let verdict = v1::TrialOutcome {
+        status: TrialStatus::Failed.into(),
+        commands: 1,
+        ..Default::default()
+    };
+    let event = decide::result(&world.state, "alpha", 2, verdict, world.now_ms).unwrap();
+    world.commit_all([event]);
+    let (_, whole) = world.ended.last().unwrap().clone();
+    let counts = whole.runs[0].distribution.unwrap();
+    assert_eq!((counts.trials, counts.passed, counts.failed, counts.voided), (2, 1, 1, 0));
+    assert_eq!(retry::carried(&whole), Err(decide::Refusal::NothingUnscored));
+    let _ = organization;
+    check_prefixes(&world.log, &world.state);
 }
 
 #[test]
@@ -577,7 +913,7 @@ fn fairness_between_organizations() {
             variant_ids: vec![String::new(); 10],
             ..Default::default()
         };
-        let decide::Start::Admit(events) = decide::start(&world.state, started, &organization, world.now_ms).unwrap() else {
+        let decide::Start::Admit(events) = decide::start(&world.state, started, &organization, &|_| false, world.now_ms).unwrap() else {
             panic!()
         };
         world.commit_all(events);

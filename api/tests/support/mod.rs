@@ -15,6 +15,7 @@ use evalgrid_proto::v1::{
     auth_server::{Auth, AuthServer},
     batches_server::{Batches, BatchesServer},
     evidence::Place,
+    runner_server::{Runner, RunnerServer},
     *,
 };
 use futures::{Stream, stream};
@@ -49,6 +50,10 @@ pub struct Script {
     /// Objects end after this many bytes although they are longer.
     pub cut_objects_at: Option<usize>,
     pub started: Vec<StartBatchRequest>,
+    pub retried: Vec<RetryBatchRequest>,
+    pub reported: Vec<ReportTrialRequest>,
+    pub leased: Vec<LeaseVariablesRequest>,
+    pub tailed: Vec<TailRequest>,
     pub listed: Vec<ListBatchesRequest>,
     pub asked: Vec<&'static str>,
 }
@@ -161,6 +166,15 @@ impl Batches for Fake {
         Ok(Response::new(script.batch.clone()))
     }
 
+    async fn retry(&self, request: tonic::Request<RetryBatchRequest>) -> Result<Response<StartedBatch>, Status> {
+        let mut script = self.enter("retry", &request)?;
+        script.retried.push(request.into_inner());
+        Ok(Response::new(StartedBatch {
+            id: "batch_2".into(),
+            runs: Vec::new(),
+        }))
+    }
+
     type WatchStream = Pin<Box<dyn Stream<Item = Result<BatchProgress, Status>> + Send>>;
 
     async fn watch(&self, _: tonic::Request<WatchBatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -186,6 +200,83 @@ impl Batches for Fake {
             })
             .collect();
         Ok(Response::new(Box::pin(stream::iter(chunks))))
+    }
+}
+
+#[tonic::async_trait]
+impl Runner for Fake {
+    async fn start(&self, request: tonic::Request<StartBatchRequest>) -> Result<Response<StartedBatch>, Status> {
+        let mut script = self.enter("runner_start", &request)?;
+        script.started.push(request.into_inner());
+        Ok(Response::new(StartedBatch {
+            id: "batch_1".into(),
+            runs: Vec::new(),
+        }))
+    }
+
+    async fn lease(&self, request: tonic::Request<LeaseCredentialRequest>) -> Result<Response<LeasedValues>, Status> {
+        drop(self.enter("lease", &request)?);
+        Ok(Response::new(LeasedValues {
+            auth_method_id: format!("of {}", request.get_ref().harness),
+            expires_at_ms: 1_788_429_600_000,
+            values: HashMap::from([("apiKey".into(), "secret".into())]),
+        }))
+    }
+
+    async fn lease_variables(&self, request: tonic::Request<LeaseVariablesRequest>) -> Result<Response<LeasedValues>, Status> {
+        let mut script = self.enter("lease_variables", &request)?;
+        script.leased.push(request.into_inner());
+        Ok(Response::new(LeasedValues {
+            expires_at_ms: 1_788_429_600_000,
+            values: HashMap::from([("TOKEN".into(), "secret".into())]),
+            ..LeasedValues::default()
+        }))
+    }
+
+    async fn report(&self, request: tonic::Request<ReportTrialRequest>) -> Result<Response<ReportTrialReply>, Status> {
+        let mut script = self.enter("report", &request)?;
+        script.reported.push(request.into_inner());
+        Ok(Response::new(ReportTrialReply {}))
+    }
+
+    async fn beat(&self, request: tonic::Request<BeatRequest>) -> Result<Response<BeatReply>, Status> {
+        drop(self.enter("beat", &request)?);
+        Ok(Response::new(BeatReply {}))
+    }
+
+    async fn finish(&self, request: tonic::Request<FinishBatchRequest>) -> Result<Response<Batch>, Status> {
+        let script = self.enter("finish", &request)?;
+        Ok(Response::new(script.batch.clone()))
+    }
+
+    async fn subscribe(&self, request: tonic::Request<SubscribeRequest>) -> Result<Response<Subscription>, Status> {
+        drop(self.enter("subscribe", &request)?);
+        Ok(Response::new(Subscription {
+            expires_at_ms: 1_788_429_600_000,
+            tag: format!("batch_{}", request.get_ref().batch_id),
+            token: "anp_tail".into(),
+        }))
+    }
+
+    async fn tail(&self, request: tonic::Request<TailRequest>) -> Result<Response<TailPage>, Status> {
+        let mut script = self.enter("tail", &request)?;
+        script.tailed.push(request.into_inner());
+        let mark = |seq| TailMark {
+            run_id: "run_1".into(),
+            ordinal: 1,
+            seq,
+        };
+        let events = evidence()["trajectory"].as_array().unwrap().clone();
+        let events = (0u64..).zip(events).map(|(seq, entry)| TailEvent {
+            mark: Some(mark(seq)),
+            entry: entry.to_string().into(),
+        });
+        Ok(Response::new(TailPage {
+            events: events.collect(),
+            next: vec![mark(3)],
+            running: true,
+            settled: 1,
+        }))
     }
 }
 
@@ -225,6 +316,7 @@ impl Scheduler {
         let server = tonic::transport::Server::builder()
             .add_service(health_service)
             .add_service(BatchesServer::new(fake.clone()).max_decoding_message_size(70 << 20))
+            .add_service(RunnerServer::new(fake.clone()).max_decoding_message_size(70 << 20))
             .add_service(AuthServer::new(fake))
             .serve_with_incoming(tokio_stream::wrappers::TcpListenerStream::new(listener));
         tokio::spawn(server);
@@ -398,6 +490,7 @@ pub fn batch() -> (Batch, HashMap<String, Vec<u8>>) {
         cache_write_tokens: 0,
         total_tokens: 12,
         cost_usd: None,
+        ..Usage::default()
     };
     let scored = |status: TrialStatus, exit_code, place: Option<Place>| TrialOutcome {
         status: status.into(),
@@ -412,7 +505,7 @@ pub fn batch() -> (Batch, HashMap<String, Vec<u8>>) {
         failure: None,
         void_fields: vec![],
         evidence: place.map(|place| Evidence { place: Some(place) }),
-        cancelled: false,
+        ..TrialOutcome::default()
     };
     let void = TrialOutcome {
         status: TrialStatus::Void.into(),
@@ -500,6 +593,7 @@ pub fn batch() -> (Batch, HashMap<String, Vec<u8>>) {
                 deterministic: false,
             }),
         }],
+        ..Batch::default()
     };
     (batch, HashMap::from([("request".into(), request), ("evidence".into(), stored)]))
 }

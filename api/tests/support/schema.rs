@@ -33,6 +33,9 @@ const FIELDS: &[(&str, &str, &str)] = &[
     ("EvalValidation", "input", "ValidationValue"),
     ("EvalValidation", "output", "ValidationValue"),
     ("EvalValidation", "error", "ValidationValue"),
+    ("EvalBatchTail", "events[]", "EvalTailEvent"),
+    ("EvalBatchTail", "next[]", "EvalTailMark"),
+    ("EvalTailEvent", "entry", "EvalJournalEntry"),
     ("Whoami", "credential", "WhoamiCredential"),
     ("Whoami", "organization", "Whoami.organization"),
     ("HttpApiDecodeError", "issues[]", "Issue"),
@@ -40,6 +43,8 @@ const FIELDS: &[(&str, &str, &str)] = &[
 
 /// Fields of ours beside the contract's.
 const EXTRA: &[(&str, &str)] = &[
+    ("EvalBatch", "retryOf"),
+    ("EvalTrial", "carried"),
     ("EvalDistribution", "cancelled"),
     ("EvalBatchSummary", "cancelled"),
     ("EvalVariant", "provider"),
@@ -48,7 +53,7 @@ const EXTRA: &[(&str, &str)] = &[
 ];
 
 /// Timestamps, wherever they are.
-const INSTANTS: &[&str] = &["startedAt", "finishedAt"];
+const INSTANTS: &[&str] = &["startedAt", "finishedAt", "expiresAt"];
 
 fn names<'a>(schema: &'a Value, list: &str) -> Vec<&'a str> {
     schema[list].as_array().into_iter().flatten().filter_map(Value::as_str).collect()

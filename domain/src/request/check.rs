@@ -60,13 +60,15 @@ fn refuse_at<T>(path: &str, message: impl AsRef<str>) -> Result<T, StartRefusal>
 /// # Errors
 /// The first rule that it breaks. Nothing found here is retryable: whether the organization is busy is the scheduler's to say.
 pub fn check_start(request: &SuiteBatchRequest, support: &Support) -> Result<(), StartRefusal> {
-    for (index, case) in request.cases.iter().enumerate() {
-        check_case(&format!("cases[{index}]"), case, &request.suite.prompt)?;
-    }
     for (index, variant) in request.variants.iter().enumerate() {
-        check_variant(&format!("variants[{index}]"), variant)?;
+        if variant.sandbox == Sandbox::Local {
+            return refuse_at(
+                &format!("variants[{index}].sandbox"),
+                "\"local\" is only for batches that run on the client's own machine",
+            );
+        }
     }
-    check_whole(request)?;
+    check_local_start(request)?;
     for (index, case) in request.cases.iter().enumerate() {
         check_case_support(&format!("cases[{index}]"), case, support)?;
     }
@@ -74,6 +76,20 @@ pub fn check_start(request: &SuiteBatchRequest, support: &Support) -> Result<(),
         check_variant_support(&format!("variants[{index}]"), variant, support)?;
     }
     Ok(())
+}
+
+/// Checks a decoded request whose trials run on the client's own machine: what this server can run does not matter for it.
+///
+/// # Errors
+/// As [`check_start`].
+pub fn check_local_start(request: &SuiteBatchRequest) -> Result<(), StartRefusal> {
+    for (index, case) in request.cases.iter().enumerate() {
+        check_case(&format!("cases[{index}]"), case, &request.suite.prompt)?;
+    }
+    for (index, variant) in request.variants.iter().enumerate() {
+        check_variant(&format!("variants[{index}]"), variant)?;
+    }
+    check_whole(request)
 }
 
 fn check_case(path: &str, case: &Case, suite_prompt: &str) -> Result<(), StartRefusal> {
@@ -92,12 +108,6 @@ fn check_case(path: &str, case: &Case, suite_prompt: &str) -> Result<(), StartRe
 }
 
 fn check_variant(path: &str, variant: &VariantRequest) -> Result<(), StartRefusal> {
-    if variant.sandbox == Sandbox::Local {
-        return refuse_at(
-            &format!("{path}.sandbox"),
-            "\"local\" is only for batches that run on the client's own machine",
-        );
-    }
     let run = variant.profile.as_ref().is_some_and(|profile| profile.run.is_some());
     match (variant.harness == Harness::Command, run) {
         (true, false) => {

@@ -1,0 +1,81 @@
+//! `trial`: the operator's commands for single trials.
+
+use evalgrid_domain::timestamp;
+use evalgrid_proto::v1::{ResolveTrialRequest, ShowTrialRequest, TrialReport, TrialStatus};
+
+use crate::{Failure, client, options, output};
+
+pub(crate) async fn run(command: options::Trial) -> Result<(), Failure> {
+    let answer = match command {
+        options::Trial::Show { id, operator } => {
+            let mut admin = client::admin(&operator).await?;
+            admin.show_trial(ShowTrialRequest { id }).await
+        }
+        options::Trial::Resolve { id, void, operator } => {
+            let mut admin = client::admin(&operator).await?;
+            let request = ResolveTrialRequest { id, reason: void };
+            admin.resolve_trial(request).await
+        }
+    };
+    let report = answer.map_err(|status| client::refused_trial(&status))?.into_inner();
+    output::print(&text(&report))
+}
+
+fn text(report: &TrialReport) -> String {
+    let status = match report.status() {
+        TrialStatus::Queued | TrialStatus::Unspecified => "queued",
+        TrialStatus::Running => "running",
+        TrialStatus::Passed => "passed",
+        TrialStatus::Failed => "failed",
+        TrialStatus::Void => "void",
+    };
+    let mut lines = vec![
+        ("trial", report.id.clone()),
+        ("batch", report.batch_id.clone()),
+        ("organization", report.organization.clone()),
+        ("case", format!("{}, trial {}", report.case_id, report.ordinal)),
+        ("status", status.to_owned()),
+    ];
+    if let Some(failure) = &report.failure {
+        lines.push(("failure", failure.clone()));
+    }
+    match report.local {
+        true => lines.push(("runs on", "the client's own machine".to_owned())),
+        false => {
+            lines.push(("worker", report.worker_id.clone().unwrap_or_else(|| "none".to_owned())));
+            lines.push(("sandbox", report.sandbox.clone().unwrap_or_else(|| "none".to_owned())));
+            lines.push(("sandboxes begun", report.attempts.to_string()));
+            lines.push(("leases without a step", report.idle_leases.to_string()));
+            lines.push(("steps", report.steps.join(", ")));
+        }
+    }
+    lines.extend(report.lost_attempts.iter().map(|reason| ("lost", reason.clone())));
+    lines.push(("last progress", timestamp::format(report.progress_at_ms)));
+    let row = |(name, value): &(&str, String)| format!("{name:22}{}\n", output::plain(value));
+    lines.iter().map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports() {
+        let report = TrialReport {
+            id: "trial_1".into(),
+            case_id: "add".into(),
+            ordinal: 2,
+            status: TrialStatus::Running.into(),
+            attempts: 2,
+            worker_id: Some("w\u{1b}[1m".into()),
+            steps: vec!["source".into(), "turn.1.agent".into()],
+            lost_attempts: vec!["it was gone".into()],
+            ..TrialReport::default()
+        };
+        let text = text(&report);
+        for line in ["case                  add, trial 2", "steps                 source, turn.1.agent", "lost                  it was gone"] {
+            assert!(text.lines().any(|known| known == line), "{line:?} in {text}");
+        }
+        assert!(!text.contains('\u{1b}'), "a terminal is not told what to do");
+    }
+}
