@@ -73,17 +73,20 @@ fn summary(summary: &BatchSummary) -> Value {
 
 /// EvalBatch without `runs`.
 pub(crate) fn batch_head(batch: &Batch) -> Value {
-    json!({
+    let mut head = json!({
         "costs": null,
         "failure": batch.failure,
         "finishedAt": batch.finished_at_ms.map(timestamp::format),
         "id": batch.id,
         "local": batch.local,
-        "retryOf": batch.retry_of,
         "startedAt": timestamp::format(batch.started_at_ms),
         "status": batch_status(batch.status()),
         "trigger": batch.trigger.as_ref().map(trigger),
-    })
+    });
+    if let Some(retried) = &batch.retry_of {
+        head["retryOf"] = json!(retried);
+    }
+    head
 }
 
 fn trigger(trigger: &Trigger) -> Value {
@@ -231,8 +234,7 @@ pub(crate) fn trial_head(trial: &Trial) -> Value {
         Some(_) => outcome.exit_code,
         None => -1,
     };
-    json!({
-        "carried": outcome.carried,
+    let mut head = json!({
         "commands": outcome.commands,
         "costs": null,
         "exitCode": exit_code,
@@ -247,7 +249,11 @@ pub(crate) fn trial_head(trial: &Trial) -> Value {
         "status": trial_status(trial.status()),
         "timed": outcome.timed,
         "usage": outcome.usage.as_ref().map(usage),
-    })
+    });
+    if outcome.carried {
+        head["carried"] = json!(true);
+    }
+    head
 }
 
 fn usage(usage: &Usage) -> Value {

@@ -53,19 +53,37 @@ pub(crate) async fn operation(app: &App, caller: Caller, op: Op, body: Held) -> 
         }
         Op::Beat => {
             let batch_id = decode(body, by_id)?;
-            let call = call!(cell.runner, beat, caller.request(BeatRequest { batch_id: batch_id.clone() }));
+            let call = call!(
+                cell.runner,
+                beat,
+                caller.request(BeatRequest {
+                    batch_id: batch_id.clone()
+                })
+            );
             cell.read(limits::CALL_DEADLINE, call).await?;
             Ok(StatusCode::NO_CONTENT.into_response())
         }
         Op::Finish => {
             let batch_id = decode(body, by_id)?;
-            let call = call!(cell.runner, finish, caller.request(FinishBatchRequest { batch_id: batch_id.clone() }));
+            let call = call!(
+                cell.runner,
+                finish,
+                caller.request(FinishBatchRequest {
+                    batch_id: batch_id.clone()
+                })
+            );
             let batch = cell.read(limits::CALL_DEADLINE, call).await?;
             result::batch(app, caller, batch).await
         }
         Op::Subscribe => {
             let batch_id = decode(body, by_id)?;
-            let call = call!(cell.runner, subscribe, caller.request(SubscribeRequest { batch_id: batch_id.clone() }));
+            let call = call!(
+                cell.runner,
+                subscribe,
+                caller.request(SubscribeRequest {
+                    batch_id: batch_id.clone()
+                })
+            );
             Ok(answered(&subscription(&cell.read(limits::CALL_DEADLINE, call).await?)))
         }
         Op::Tail => {

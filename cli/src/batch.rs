@@ -3,7 +3,10 @@
 use std::{io::Read as _, path::Path};
 
 use evalgrid_domain::timestamp;
-use evalgrid_proto::v1::{Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, RetryBatchRequest, StartBatchRequest, StartedBatch, TrialStatus};
+use evalgrid_proto::v1::{
+    Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, RetryBatchRequest, StartBatchRequest, StartedBatch,
+    TrialStatus,
+};
 use http_body_util::BodyExt as _;
 
 use crate::{

@@ -395,7 +395,7 @@ pub(crate) enum Trial {
     Resolve {
         /// The trial's id.
         id: String,
-        /// Why the trial is not scored, for everybody who reads the batch. Example: --void "its repository is gone"
+        /// Why the trial is not scored, for everybody who reads the batch; must be given, there is no reason by default. Example: --void "its repository is gone"
         #[arg(long, value_name = "REASON")]
         void: String,
         #[command(flatten)]

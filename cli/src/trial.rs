@@ -73,7 +73,11 @@ mod tests {
             ..TrialReport::default()
         };
         let text = text(&report);
-        for line in ["case                  add, trial 2", "steps                 source, turn.1.agent", "lost                  it was gone"] {
+        for line in [
+            "case                  add, trial 2",
+            "steps                 source, turn.1.agent",
+            "lost                  it was gone",
+        ] {
             assert!(text.lines().any(|known| known == line), "{line:?} in {text}");
         }
         assert!(!text.contains('\u{1b}'), "a terminal is not told what to do");

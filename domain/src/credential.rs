@@ -61,13 +61,21 @@ mod tests {
     #[test]
     fn credentials_come_from_variables() {
         let check = |harness: Harness, variables: &[(&str, &str)], expected: Option<Result<&[(&str, &str)], &'static str>>| {
-            let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-            let expected = expected.map(|values| values.map(|values| values.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect()));
+            let variables = variables
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect();
+            let expected =
+                expected.map(|values| values.map(|values| values.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect()));
             assert_eq!(method(harness).map(|method| method.values(&variables)), expected, "{harness:?}");
         };
         check(Harness::Command, &[], Some(Ok(&[])));
         check(Harness::Claude, &[], Some(Err("ANTHROPIC_API_KEY")));
-        check(Harness::Claude, &[("ANTHROPIC_API_KEY", "k"), ("OPENAI_API_KEY", "o")], Some(Ok(&[("apiKey", "k")])));
+        check(
+            Harness::Claude,
+            &[("ANTHROPIC_API_KEY", "k"), ("OPENAI_API_KEY", "o")],
+            Some(Ok(&[("apiKey", "k")])),
+        );
         check(Harness::Qwen, &[("DASHSCOPE_API_KEY", "k")], Some(Ok(&[("apiKey", "k")])));
         check(
             Harness::Qwen,

@@ -101,7 +101,8 @@ fn count(d: &mut Decoder, value: &Value) -> Option<u64> {
 }
 
 fn count_u32(d: &mut Decoder, value: &Value) -> Option<u32> {
-    d.integer(value, 0..=i64::from(u32::MAX)).and_then(|number| u32::try_from(number).ok())
+    d.integer(value, 0..=i64::from(u32::MAX))
+        .and_then(|number| u32::try_from(number).ok())
 }
 
 fn code(d: &mut Decoder, value: &Value) -> Option<i64> {
@@ -125,13 +126,17 @@ fn report(d: &mut Decoder, value: &Value) -> Option<ReportedTrial> {
     // What is no run's id names no run, which is for the scheduler to say; the shape only asks for a string.
     let run = d.required(map, "runId", |d, value| d.string(value, Text::any()));
     let ordinal = d.required(map, "ordinal", |d, value| {
-        d.integer(value, 1..=i64::from(u32::MAX)).and_then(|number| u32::try_from(number).ok())
+        d.integer(value, 1..=i64::from(u32::MAX))
+            .and_then(|number| u32::try_from(number).ok())
     });
     let sandbox_id = d.nullable(map, "sandboxId", any_text);
     let usage = d.nullable(map, "usage", usage);
     let journal = d.required(map, "events", |d, value| d.array(value, ANY, harness_event));
     let result = match (map.contains_key("outcome"), map.contains_key("failure")) {
-        (_, false) => d.required(map, "outcome", |d, value| outcome(d, map, value)).map(Box::new).map(ReportedResult::Ended),
+        (_, false) => d
+            .required(map, "outcome", |d, value| outcome(d, map, value))
+            .map(Box::new)
+            .map(ReportedResult::Ended),
         (false, true) => d
             .required(map, "failure", |d, value| d.string(value, Text::any().min(1).with_nul()))
             .map(ReportedResult::Broken),
@@ -388,7 +393,10 @@ impl ReportedTrial {
                 evidence.artifacts = std::mem::take(&mut outcome.artifacts);
                 evidence.validations = std::mem::take(&mut outcome.validations);
                 evidence.verify_steps = std::mem::take(&mut outcome.verify_steps);
-                evidence.artifacts.iter_mut().for_each(|artifact| redactor.string(&mut artifact.path));
+                evidence
+                    .artifacts
+                    .iter_mut()
+                    .for_each(|artifact| redactor.string(&mut artifact.path));
                 evidence.validations.iter_mut().for_each(|validation| validation.seal(redactor));
                 evidence.verify_steps.iter_mut().for_each(|step| redactor.string(&mut step.command));
                 outcome.void_fields.iter_mut().for_each(|field| redactor.string(field));

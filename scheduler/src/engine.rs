@@ -216,7 +216,12 @@ impl Core {
         self.before_apply(event);
         for near in growth::near(&self.state, event) {
             let (whose, limit, then) = (near.whose.unwrap_or_default(), near.growth.limit, near.growth.then);
-            tracing::warn!(whose, limit, "80 % of the limit is reached: {}; once it is full, {then}", near.growth.what);
+            tracing::warn!(
+                whose,
+                limit,
+                "80 % of the limit is reached: {}; once it is full, {then}",
+                near.growth.what
+            );
         }
         if let Err(error) = self.state.apply(event) {
             // Memory and log would part ways: the log is the truth, so the process ends and replays it.

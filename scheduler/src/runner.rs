@@ -358,7 +358,9 @@ impl RunnerService {
 /// A run of nobody's is told from a batch of nobody's: the caller has named a run.
 fn no_run(refused: Refused, run: &RunId) -> Status {
     match refused {
-        Refused::Status(status) if status.code() == tonic::Code::NotFound => Status::not_found(format!("there is no run with the id {run}")),
+        Refused::Status(status) if status.code() == tonic::Code::NotFound => {
+            Status::not_found(format!("there is no run with the id {run}"))
+        }
         refused => refused.into(),
     }
 }
@@ -408,7 +410,9 @@ impl Page {
         let marks = self.seen.into_iter();
         v1::TailPage {
             events: self.events,
-            next: marks.map(|((run_id, ordinal), seq)| v1::TailMark { run_id, ordinal, seq }).collect(),
+            next: marks
+                .map(|((run_id, ordinal), seq)| v1::TailMark { run_id, ordinal, seq })
+                .collect(),
             running: batch.status() == v1::BatchStatus::Running,
             settled: settled as u32,
         }
@@ -433,9 +437,9 @@ impl Runner for RunnerService {
             Ok((used, core.now_ms()))
         });
         let (used, now_ms) = used.await?;
-        let harness = Harness::from_name(&harness).filter(|_| used).ok_or_else(|| {
-            conflict("the batch does not use this harness, so its credential is not leased to it")
-        })?;
+        let harness = Harness::from_name(&harness)
+            .filter(|_| used)
+            .ok_or_else(|| conflict("the batch does not use this harness, so its credential is not leased to it"))?;
         let method = credential::method(harness).ok_or_else(|| {
             Status::not_found(format!(
                 "{} signs in with a subscription only, and this server has none",
@@ -499,7 +503,8 @@ impl Runner for RunnerService {
     async fn beat(&self, request: Request<v1::BeatRequest>) -> Result<Response<v1::BeatReply>, Status> {
         let caller = self.caller(&request, &["evals:write"]).await?;
         let id = parse_batch(&request.into_inner().batch_id)?;
-        self.local(&caller.organization, &id, |core| heard(core, &caller.organization, &id)).await?;
+        self.local(&caller.organization, &id, |core| heard(core, &caller.organization, &id))
+            .await?;
         Ok(Response::new(v1::BeatReply {}))
     }
 
@@ -521,7 +526,10 @@ impl Runner for RunnerService {
         let organization = self.reader_of(&request, &id).await?;
         let after = request.into_inner().after;
         if after.len() as u64 > limits::MAX_TRIALS_PER_BATCH {
-            return Err(bad_request(format!("after: at most one mark per trial, {}", limits::MAX_TRIALS_PER_BATCH)));
+            return Err(bad_request(format!(
+                "after: at most one mark per trial, {}",
+                limits::MAX_TRIALS_PER_BATCH
+            )));
         }
         let _permit = self.tails.acquire().await.map_err(|_| stopping())?;
         Ok(Response::new(self.page(&organization, &id, after).await?))

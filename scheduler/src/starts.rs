@@ -13,8 +13,8 @@ use evalgrid_domain::{
     ids::{BatchId, OrgId, variant_id},
     limits,
     request::{
-        DEFAULT_USER_MODEL, Feature, Harness, JudgeBy, RunnerStart, Sandbox, SuiteBatchRequest, Support, Trigger, TriggerSource, User, Validator,
-        check_local_start, check_start, decode_runner_start, decode_start,
+        DEFAULT_USER_MODEL, Feature, Harness, JudgeBy, RunnerStart, Sandbox, SuiteBatchRequest, Support, Trigger, TriggerSource, User,
+        Validator, check_local_start, check_start, decode_runner_start, decode_start,
     },
 };
 use evalgrid_proto::{log::v1 as log, v1};
@@ -165,7 +165,9 @@ impl Admission {
         let batch_id: BatchId = id.parse().map_err(|_| refused(&decide::Refusal::NoBatch))?;
         let batch = self.reader.batch(&organization, &batch_id, None).await?;
         let carried = retry::carried(&batch).map_err(|error| refused(&error))?;
-        let reference = batch.request.ok_or_else(|| Status::data_loss("the batch does not name its start request"))?;
+        let reference = batch
+            .request
+            .ok_or_else(|| Status::data_loss("the batch does not name its start request"))?;
         let stored = chunks::fetch(self.reader.objects.as_ref(), &organization, &reference).await;
         let stored = stored.map_err(|status| match status.code() {
             tonic::Code::NotFound => Status::data_loss("the start request of this batch is missing; start a new batch instead"),
@@ -192,9 +194,14 @@ impl Admission {
         started
     }
 
-    async fn blocking(&self, work: impl FnOnce() -> Result<Wanted, Status> + Send + 'static) -> Result<(Wanted, OwnedSemaphorePermit), Status> {
+    async fn blocking(
+        &self,
+        work: impl FnOnce() -> Result<Wanted, Status> + Send + 'static,
+    ) -> Result<(Wanted, OwnedSemaphorePermit), Status> {
         let permit = self.starts.clone().acquire_owned().await.map_err(|_| stopping())?;
-        let (wanted, permit) = tokio::task::spawn_blocking(move || (work(), permit)).await.map_err(|_| stopping())?;
+        let (wanted, permit) = tokio::task::spawn_blocking(move || (work(), permit))
+            .await
+            .map_err(|_| stopping())?;
         Ok((wanted?, permit))
     }
 

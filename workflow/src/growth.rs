@@ -1,6 +1,8 @@
 //! What is about to grow past 80 % of its limit: told once, at the step that passes the mark, so that there is time to act.
 
-use evalgrid_domain::limits::{API_KEYS, Growth, IDEMPOTENCY_KEYS, KEYS_PER_ORGANIZATION, ORGANIZATIONS, RECORDED_BYTES_PER_TRIAL, STEPS_PER_TRIAL};
+use evalgrid_domain::limits::{
+    API_KEYS, Growth, IDEMPOTENCY_KEYS, KEYS_PER_ORGANIZATION, ORGANIZATIONS, RECORDED_BYTES_PER_TRIAL, STEPS_PER_TRIAL,
+};
 
 use crate::{Event, Kind, State};
 

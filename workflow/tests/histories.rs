@@ -196,7 +196,12 @@ impl World {
 
     /// A local batch that has not been archived, open or not.
     fn local(&mut self) -> Option<(OrgId, BatchId)> {
-        let mut known: Vec<_> = self.state.batches().filter(|batch| batch.local.is_some()).map(|batch| batch.id).collect();
+        let mut known: Vec<_> = self
+            .state
+            .batches()
+            .filter(|batch| batch.local.is_some())
+            .map(|batch| batch.id)
+            .collect();
         known.sort();
         let id = (!known.is_empty()).then(|| known[self.rng.random_range(0..known.len())])?;
         Some((self.state.batch(&id).unwrap().organization, id))
@@ -204,7 +209,9 @@ impl World {
 
     /// Whether the batch's machine is heard, as the scheduler decides it.
     fn heard(&mut self, organization: &OrgId, id: &BatchId) -> bool {
-        let Ok(batch) = local::open(&self.state, organization, id) else { return false };
+        let Ok(batch) = local::open(&self.state, organization, id) else {
+            return false;
+        };
         if self.check_ins.is_quiet(batch, self.now_ms) {
             let closed = local::close_quiet(batch, self.now_ms);
             self.commit_all([closed]);
@@ -804,10 +811,17 @@ fn a_machine_that_is_quiet_for_ten_minutes_is_gone() {
         assert_eq!(local::open(&world.state, &organization, &id).is_err(), closed, "{what}");
         if closed {
             let batch = view::batch(world.state.batch(&id).unwrap(), None);
-            assert_eq!((batch.status(), batch.runs[0].status()), (v1::BatchStatus::Failed, v1::BatchStatus::Failed), "{what}");
+            assert_eq!(
+                (batch.status(), batch.runs[0].status()),
+                (v1::BatchStatus::Failed, v1::BatchStatus::Failed),
+                "{what}"
+            );
             assert_eq!(batch.runs[0].trials[1].outcome.as_ref().unwrap().failure, batch.failure, "{what}");
             let refusal = local::finish(&world.state, &organization, &id, world.now_ms).unwrap_err();
-            assert_eq!((&refusal, local::too_late(&batch)), (&decide::Refusal::Closed(batch.failure.unwrap()), refusal.clone()));
+            assert_eq!(
+                (&refusal, local::too_late(&batch)),
+                (&decide::Refusal::Closed(batch.failure.unwrap()), refusal.clone())
+            );
         }
     };
     check(true, LOCAL_QUIET_MS - 1, false, false);
@@ -830,7 +844,10 @@ fn check_ins_are_recorded_often_enough_for_the_six_hour_rule() {
             world.check_ins = CheckIns::default();
         }
         assert!(world.heard(&organization, &id));
-        let events = [world.check_ins.sweep(&world.state, world.now_ms, world.now_ms), decide::abandon(&world.state, world.now_ms)];
+        let events = [
+            world.check_ins.sweep(&world.state, world.now_ms, world.now_ms),
+            decide::abandon(&world.state, world.now_ms),
+        ];
         assert_eq!(events.concat(), [], "it is there");
     }
     assert_eq!(world.log.len() - before, 48, "one record per half hour");
@@ -874,7 +891,11 @@ fn a_retry_takes_over_what_was_scored() {
         ..before.runs[0].trials[0].outcome.clone().unwrap()
     };
     assert_eq!((carried.outcome.as_ref(), fresh.status()), (Some(&expected), TrialStatus::Queued));
-    assert_eq!(view::batch(world.state.batch(&id).unwrap(), None), before, "the old batch stays as it was");
+    assert_eq!(
+        view::batch(world.state.batch(&id).unwrap(), None),
+        before,
+        "the old batch stays as it was"
+    );
     let next = world.state.next_for("alpha", &[String::new()], world.now_ms);
     assert_eq!(next, Some(key(second, 2)), "only the unscored trial waits");
     let granted = decide::grant(&world.state, key(second, 2), holder, world.now_ms);
