@@ -558,7 +558,8 @@ fn check_state(state: &State) {
     );
     let key = admission::model_key(&v1::VariantInfo::default());
     assert_eq!(state.model_holders(&key), leased.len(), "holders of a model key are living leases");
-    let queued = state.batches().flat_map(|batch| batch.trials());
+    let hosted = state.batches().filter(|batch| batch.local.is_none());
+    let queued = hosted.flat_map(|batch| batch.trials());
     let queued = queued.filter(|(_, trial)| matches!(trial.phase, Phase::Queued { .. })).count();
     assert_eq!(state.waiting(), queued, "the queue holds those who wait, each once");
     for batch in state.batches() {
@@ -779,7 +780,10 @@ fn one_batch(local: bool, checks_in: bool) -> (World, OrgId, BatchId) {
         request: Some(v1::ObjectRef::default()),
         suite: Some(v1::Suite::default()),
         cases: vec![v1::CaseInfo::default()],
-        variants: vec![v1::VariantInfo::default()],
+        variants: vec![v1::VariantInfo {
+            provider: "process".into(),
+            ..Default::default()
+        }],
         trials: 2,
         variant_ids: vec![String::new()],
         local,
@@ -859,8 +863,6 @@ fn a_retry_takes_over_what_was_scored() {
     let key = |batch, ordinal| TrialKey { batch, run: 0, ordinal };
     let refused = |world: &World| retry::carried(&view::batch(world.state.batch(&id).unwrap(), None)).unwrap_err();
     assert_eq!(refused(&world), decide::Refusal::StillRunning);
-    let token = world.state.leases().count() as u64;
-    assert_eq!(token, 0);
     let holder = Holder {
         worker_id: "alpha",
         incarnation: "0",
@@ -896,7 +898,7 @@ fn a_retry_takes_over_what_was_scored() {
         before,
         "the old batch stays as it was"
     );
-    let next = world.state.next_for("alpha", &[String::new()], world.now_ms);
+    let next = world.state.next_for("alpha", &["process".into()], world.now_ms);
     assert_eq!(next, Some(key(second, 2)), "only the unscored trial waits");
     let granted = decide::grant(&world.state, key(second, 2), holder, world.now_ms);
     world.commit_all(granted);
