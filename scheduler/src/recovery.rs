@@ -12,7 +12,10 @@ use evalgrid_domain::request::{Sandbox, Support};
 use evalgrid_store::{
     FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects,
 };
-use evalgrid_store::{log::MAX_GROUP_BYTES, redis::RedisError};
+use evalgrid_store::{
+    log::{FORMAT_LEVEL, MAX_GROUP_BYTES},
+    redis::RedisError,
+};
 use evalgrid_workflow::BatchPhase;
 
 use crate::{
@@ -93,6 +96,19 @@ impl fmt::Display for RecoverySummary {
                 f,
                 "; a torn last group of {} bytes, never acknowledged, was cut off",
                 self.log.torn_bytes
+            )?;
+        }
+        for skipped in &self.log.skipped_snapshots {
+            write!(f, "; a damaged snapshot was passed over: {skipped}")?;
+        }
+        for passed in &self.log.passed_damage {
+            write!(f, "; damage that a snapshot makes good was passed over: {passed}")?;
+        }
+        if (1..FORMAT_LEVEL).contains(&self.log.level) {
+            write!(
+                f,
+                "; the log is of format level {} and is not cut until `evalgrid upgrade finalize`",
+                self.log.level
             )?;
         }
         if let Some(moved) = &self.index_replaced {
