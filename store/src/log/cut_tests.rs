@@ -242,6 +242,9 @@ proptest! {
             let opened = open(recycled.dir.path()).unwrap();
             let reflected = opened.recovery.snapshot.unwrap() as usize;
             let whole = bytes == recycled.after;
+            let header = recycled.last.start..recycled.last.start + frame::HEADER_BYTES;
+            let begun = bytes[header.clone()] == recycled.after[header];
+            assert_eq!(opened.recovery.torn_bytes > 0, begun && !whole, "a group whose header is there is told of");
             let expected = if whole { recycled.all.len() } else { recycled.all.len() - 2 };
             assert_eq!(opened.records, recycled.all[reflected..expected]);
         });
