@@ -492,7 +492,7 @@ pub(crate) enum Log {
     Repair {
         #[command(flatten)]
         data: Data,
-        /// Do it. What is taken out of the log is kept in a folder `damaged-N` beside its segments.
+        /// Do it, and keep what is taken out in a folder `damaged-N` beside the segments; by default nothing is changed. Example: --yes
         #[arg(long)]
         yes: bool,
     },
