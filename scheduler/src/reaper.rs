@@ -198,3 +198,116 @@ pub fn greet(core: &mut Core, hello: &v1::Hello, chance: &mut Chance) {
         core.sessions.note_foreign(&hello.worker_id, foreign.into_iter().take(MAX_FOREIGN));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use evalgrid_domain::ids::{BatchId, OrgId};
+    use evalgrid_proto::log::v1::{self as log, event::Kind};
+    use evalgrid_workflow::{State, decide::Holder};
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    const NOW_MS: u64 = 1_800_000_000_000;
+
+    /// A sandbox with a verdict, whose worker `w` is here and has not removed it.
+    fn left_over() -> (Core, mpsc::Receiver<crate::sessions::Outbound>, String) {
+        let mut core = Core::new(State::default(), vec![0; 65], 0);
+        core.set_time(NOW_MS, 0);
+        let organization = OrgId::new(NOW_MS, [1; 10]);
+        let created = decide::create_organization(&core.state, "acme", organization, NOW_MS);
+        core.commit_all(created);
+        let started = log::BatchStarted {
+            batch: BatchId::new(NOW_MS, [1; 10]).0.to_vec().into(),
+            organization_id: organization.to_string(),
+            request: Some(v1::ObjectRef::default()),
+            suite: Some(v1::Suite::default()),
+            cases: vec![v1::CaseInfo::default()],
+            variants: vec![v1::VariantInfo {
+                provider: "process".into(),
+                ..Default::default()
+            }],
+            trials: 1,
+            variant_ids: vec![String::new()],
+            ..Default::default()
+        };
+        core.commit(decide::event(NOW_MS, Kind::BatchStarted(started)));
+        let key = core.state.next_for("w", &["process".into()], NOW_MS).unwrap();
+        let holder = Holder {
+            worker_id: "w",
+            incarnation: "1",
+            boot_id: "boot",
+        };
+        let granted = decide::grant(&core.state, key, holder, NOW_MS);
+        core.commit_all(granted);
+        let (token, _) = core.state.leases().next().unwrap();
+        let outcome = v1::TrialOutcome {
+            status: v1::TrialStatus::Passed.into(),
+            ..Default::default()
+        };
+        let settled = decide::result(&core.state, "w", token, outcome, NOW_MS).unwrap();
+        core.commit_settled(settled);
+        let name = core.state.custody().next().unwrap().0.to_owned();
+        let (sender, outbound) = mpsc::channel(64);
+        let hello = v1::Hello {
+            worker_id: "w".into(),
+            ..Default::default()
+        };
+        core.sessions.join(&hello, sender, 0);
+        (core, outbound, name)
+    }
+
+    /// Looks every second; when the worker was asked.
+    fn asked(core: &mut Core, outbound: &mut mpsc::Receiver<crate::sessions::Outbound>, seconds: std::ops::Range<u64>) -> Vec<u64> {
+        let mut chance = Chance::new(1);
+        let mut asked = Vec::new();
+        for second in seconds {
+            core.set_time(NOW_MS + second * 1_000, second * 1_000);
+            reap(core, &mut chance);
+            while let Ok((_, message)) = outbound.try_recv() {
+                assert!(matches!(message, Message::Destroy(_)));
+                asked.push(second);
+            }
+        }
+        asked
+    }
+
+    /// catalogue 57: what does not succeed is tried again, less and less often, for ever, and stays in sight.
+    #[test]
+    fn a_stubborn_sandbox_is_asked_for_again_and_again_until_it_is_gone() {
+        let (mut core, mut outbound, name) = left_over();
+        let times = asked(&mut core, &mut outbound, 0..7_200);
+        assert!((30..=40).contains(&times[0]), "its worker has time to do it by itself: {times:?}");
+        let pauses: Vec<u64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(pauses[0] <= 40 && pauses.iter().all(|pause| *pause <= 610), "{pauses:?}");
+        assert!((12..40).contains(&times.len()), "in two hours: {times:?}");
+        let row = list(&core).sandboxes.remove(0);
+        assert_eq!((row.state(), row.asked as usize), (v1::SandboxState::DestroyAsked, times.len()));
+        let gone = decide::destroyed(&core.state, &name, "w", core.now_ms());
+        core.commit_all(gone);
+        assert!(asked(&mut core, &mut outbound, 7_200..9_000).is_empty(), "confirmed");
+        assert!(core.sessions.asks.by_sandbox.is_empty() && list(&core).total == 0);
+    }
+
+    /// catalogue 5: what counts is what is, not what has changed. A worker that was away when it was to be asked is asked when it is back.
+    #[test]
+    fn nobody_is_asked_who_is_away() {
+        let (mut core, mut outbound, _) = left_over();
+        let number = 1;
+        core.sessions.leave("w", number);
+        assert!(asked(&mut core, &mut outbound, 0..600).is_empty());
+        assert_eq!(
+            list(&core).sandboxes[0].state(),
+            v1::SandboxState::Intended,
+            "nothing is on record that did not happen"
+        );
+        let (sender, mut outbound) = mpsc::channel(64);
+        let hello = v1::Hello {
+            worker_id: "w".into(),
+            ..Default::default()
+        };
+        core.sessions.join(&hello, sender, 600_000);
+        assert_eq!(asked(&mut core, &mut outbound, 600..620).len(), 1);
+    }
+}
