@@ -193,9 +193,15 @@ impl Rig {
 
     /// Runs the trial to its end while everything recorded becomes durable.
     async fn outcome(&self) -> (TrialOutcome, Vec<StepRecord>) {
-        // As after a welcome.
-        self.worker
-            .heard(tokio::time::Instant::now(), std::time::Duration::from_secs(3_600));
+        self.welcome();
+        match self.end().await {
+            (Ended::Outcome(outcome), steps) => (*outcome, steps),
+            (Ended::Failed(kind, reason), _) => panic!("{kind:?}: {reason}"),
+            (Ended::Fenced, _) => panic!("fenced"),
+        }
+    }
+
+    async fn end(&self) -> (Ended, Vec<StepRecord>) {
         let steps = Mutex::new(Vec::new());
         let acknowledge = || {
             while let Some(report) = self.worker.outbox.next_report() {
@@ -215,13 +221,9 @@ impl Rig {
                 () = scheduler => unreachable!("it listens for ever"),
             }
         });
-        let outcome = match ended.await.unwrap() {
-            Ended::Outcome(outcome) => *outcome,
-            Ended::Failed(kind, reason) => panic!("{kind:?}: {reason}"),
-            Ended::Fenced => panic!("fenced"),
-        };
+        let ended = ended.await.unwrap();
         acknowledge();
-        (outcome, steps.into_inner().unwrap())
+        (ended, steps.into_inner().unwrap())
     }
 }
 
@@ -399,4 +401,27 @@ async fn a_lease_ends_here_before_it_ends_there() {
     assert!(worker.leases_hold());
     heard_ago(9_500);
     assert!(worker.leases_hold(), "an older answer takes nothing back");
+}
+
+/// catalogue 31: a process that was stopped in the middle of a step, and goes on past its lease, may have no timer that has told it yet.
+#[tokio::test]
+async fn nothing_is_begun_after_the_lease_has_ended() {
+    const LEASE: std::time::Duration = std::time::Duration::from_secs(2);
+    let rig = rig(|command, outputs| {
+        assert_eq!(command.step, "profile.install", "begun too late");
+        // The whole thread stands still, as a stopped process does.
+        std::thread::sleep(LEASE);
+        Ok(outputs.exit(command, 0, ""))
+    })
+    .await;
+    assert!(matches!(rig.end().await.0, Ended::Fenced), "nor before there is one");
+    rig.worker.heard(tokio::time::Instant::now(), LEASE);
+    let (ended, steps) = rig.end().await;
+    assert!(matches!(ended, Ended::Fenced));
+    let steps: Vec<_> = steps.into_iter().map(|step| step.step).collect();
+    assert_eq!(
+        steps,
+        ["sandbox.create", "profile.install"],
+        "what was begun in time is told, and refused by who knows better"
+    );
 }
