@@ -73,7 +73,7 @@ pub fn failed(error: &ObjectError) -> Status {
             tracing::error!("objects: {error}");
             Status::data_loss("a stored object is damaged; the operator must restore it from a backup, the scheduler's log names it")
         }
-        ObjectError::Store(_) | ObjectError::Abandoned => {
+        ObjectError::Store(_) | ObjectError::TimedOut { .. } | ObjectError::BadLocation { .. } | ObjectError::Abandoned => {
             tracing::error!("objects: {error}");
             Status::unavailable("the object store failed; the scheduler's log says why")
         }

@@ -181,7 +181,7 @@ fn a_broken_index_is_moved_aside() {
 
 // ---- Objects ----
 
-async fn check_objects(objects: &dyn Objects) {
+pub(crate) async fn check_objects(objects: &dyn Objects) {
     let noise: Vec<u8> = (0..40_000u32)
         .flat_map(|index| ObjectId::of(&index.to_le_bytes()).as_bytes()[..2].to_vec())
         .collect();

@@ -4,6 +4,8 @@
 //! is there: the one that is there may be damaged, or about to be collected.
 
 mod memory;
+#[cfg(test)]
+mod s3_tests;
 mod stored;
 
 use std::fmt;
@@ -115,6 +117,18 @@ pub enum ObjectError {
         id: ObjectId,
         /// What is wrong with it.
         reason: &'static str,
+    },
+    /// Not a place where objects can be kept.
+    #[error("{reason}")]
+    BadLocation {
+        /// What is wrong with it, and what would be right.
+        reason: String,
+    },
+    /// The store did not answer in time. What was put may be there.
+    #[error("the object store did not answer within {within:?}")]
+    TimedOut {
+        /// The deadline.
+        within: std::time::Duration,
     },
     /// The store refused or could not be reached.
     #[error("the object store failed: {0}")]

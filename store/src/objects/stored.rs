@@ -1,4 +1,4 @@
-//! Objects through the crate `object_store`: a folder now, other stores by another constructor.
+//! Objects through the crate `object_store`: a folder of this machine, a folder that machines share, or an S3 bucket.
 //!
 //! An object lies at `<org>/<first two hex digits>/<hash>`: one byte that says how the rest is encoded, then the rest.
 //!
@@ -7,10 +7,13 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{BufMut, Bytes, BytesMut};
-use object_store::{ObjectStore, ObjectStoreExt, local::LocalFileSystem};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::prefix::PrefixStore;
+use object_store::{ClientConfigKey, ObjectStore, ObjectStoreExt, RetryConfig, local::LocalFileSystem};
 use zstd::zstd_safe;
 
 use super::{MAX_OBJECT_BYTES, ObjectError, ObjectId, Objects, check_org};
@@ -22,6 +25,14 @@ const RAW: u8 = 0;
 const ZSTD: u8 = 1;
 /// Evidence is text that shrinks well at any level; CPU is what is short.
 const ZSTD_LEVEL: i32 = 1;
+
+/// What any call may take: some retries of a store that answers with errors for a while.
+const CALL_WITHIN: Duration = Duration::from_secs(30);
+/// What a transfer may take besides, per so many bytes: a slow line, but a line.
+const BYTES_PER_SECOND: usize = 2 * 1024 * 1024;
+/// A store that takes no connection for so long is as good as gone.
+const CONNECT_WITHIN: &str = "5s";
+const S3: &str = "s3://";
 
 /// Objects in a store of the crate `object_store`.
 pub struct StoredObjects {
@@ -40,6 +51,68 @@ impl StoredObjects {
         let store = LocalFileSystem::new_with_prefix(dir)?.with_fsync(true);
         Ok(StoredObjects { store: Arc::new(store) })
     }
+
+    /// Objects at `location`: `s3://bucket/prefix`, or else a folder, which may be one that machines share.
+    ///
+    /// What S3 needs (credentials, region, another endpoint) comes from `variables`, by their usual names: `AWS_ACCESS_KEY_ID`,
+    /// `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP` and the like; others are left alone.
+    /// Nothing is asked of the bucket yet.
+    pub fn at(location: &str, variables: impl IntoIterator<Item = (String, String)>) -> Result<StoredObjects, ObjectError> {
+        let Some(rest) = location.strip_prefix(S3) else {
+            return match location.split_once("://") {
+                Some((scheme, _)) => Err(ObjectError::BadLocation {
+                    reason: format!("objects are kept in a folder or at s3://bucket/prefix, not at {scheme}://"),
+                }),
+                None => StoredObjects::in_folder(Path::new(location)),
+            };
+        };
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        if bucket.is_empty() {
+            return Err(ObjectError::BadLocation {
+                reason: "a bucket is missing: s3://bucket/prefix".to_owned(),
+            });
+        }
+        let prefix = object_store::path::Path::parse(prefix).map_err(|error| ObjectError::BadLocation { reason: error.to_string() })?;
+        let mut builder = AmazonS3Builder::new();
+        for (name, value) in variables {
+            if name.starts_with("AWS_")
+                && let Ok(key) = name.to_ascii_lowercase().parse::<AmazonS3ConfigKey>()
+            {
+                builder = builder.with_config(key, value);
+            }
+        }
+        let longest = deadline(MAX_OBJECT_BYTES);
+        let retry = RetryConfig {
+            retry_timeout: CALL_WITHIN,
+            ..RetryConfig::default()
+        };
+        let store = builder
+            .with_bucket_name(bucket)
+            .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::ConnectTimeout), CONNECT_WITHIN)
+            .with_config(
+                AmazonS3ConfigKey::Client(ClientConfigKey::Timeout),
+                format!("{}s", longest.as_secs()),
+            )
+            .with_retry(retry)
+            .build()?;
+        Ok(StoredObjects {
+            store: Arc::new(PrefixStore::new(store, prefix)),
+        })
+    }
+}
+
+/// What moving so many bytes may take.
+fn deadline(bytes: usize) -> Duration {
+    CALL_WITHIN + Duration::from_secs((bytes / BYTES_PER_SECOND) as u64)
+}
+
+/// Ends what a store does not.
+async fn timed<T>(bytes: usize, call: impl Future<Output = Result<T, object_store::Error>>) -> Result<T, ObjectError> {
+    let within = deadline(bytes);
+    match tokio::time::timeout(within, call).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(ObjectError::TimedOut { within }),
+    }
 }
 
 #[async_trait]
@@ -50,22 +123,22 @@ impl Objects for StoredObjects {
             return Err(ObjectError::TooLarge { limit: MAX_OBJECT_BYTES });
         }
         let (id, stored) = blocking(move || (ObjectId::of(&bytes), encode(&bytes))).await?;
-        self.store.put(&location(org, &id), stored.into()).await?;
+        timed(stored.len(), self.store.put(&location(org, &id), stored.into())).await?;
         Ok(id)
     }
 
     async fn get(&self, org: &str, id: &ObjectId, limit: usize) -> Result<Option<Bytes>, ObjectError> {
         check_org(org)?;
         let limit = limit.min(MAX_OBJECT_BYTES);
-        let found = match self.store.get(&location(org, id)).await {
-            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+        let found = match timed(0, self.store.get(&location(org, id))).await {
+            Err(ObjectError::Store(object_store::Error::NotFound { .. })) => return Ok(None),
             found => found?,
         };
         // What is stored is never larger than the object and its first byte.
         if found.meta.size > limit as u64 + 1 {
             return Err(ObjectError::TooLarge { limit });
         }
-        let stored = found.bytes().await?;
+        let stored = timed(limit, found.bytes()).await?;
         let expected = *id;
         let decoded = blocking(move || {
             let bytes = decode(stored, limit)?;
