@@ -22,7 +22,7 @@ pub(crate) const MAX_IN_FLIGHT: usize = 8;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Fact {
     Step(StepRecord),
-    Result(TrialResult),
+    Result(Box<TrialResult>),
     Failure(AttemptFailure),
     Destroyed(String),
 }
@@ -41,7 +41,7 @@ impl Fact {
     fn add_to(self, report: &mut Report) {
         match self {
             Self::Step(step) => report.steps.push(step),
-            Self::Result(result) => report.results.push(result),
+            Self::Result(result) => report.results.push(*result),
             Self::Failure(failure) => report.failures.push(failure),
             Self::Destroyed(sandbox) => report.destroyed.push(sandbox),
         }

@@ -218,10 +218,10 @@ impl Worker {
         });
         let token = lease.token;
         let fact = match ended {
-            Ended::Outcome(outcome) => Fact::Result(TrialResult {
+            Ended::Outcome(outcome) => Fact::Result(Box::new(TrialResult {
                 token,
                 outcome: Some(*outcome),
-            }),
+            })),
             Ended::Failed(kind, reason) => {
                 tracing::warn!(?kind, reason, "the attempt has failed");
                 Fact::Failure(AttemptFailure {
