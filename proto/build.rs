@@ -19,6 +19,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(files, ["."])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .bytes(".")
+        // Few outcomes have one, and outcomes are kept and moved by the thousand.
+        .boxed(".evalgrid.v1.TrialOutcome.user_spend")
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -201,9 +201,11 @@ fn outcome(report: &ReportedTrial, status: v1::TrialStatus, kept: &Kept, place: 
             model_ms: ended.model_ms,
             sandbox_ms: ended.sandbox_ms,
             void_fields: ended.void_fields.clone(),
-            user_spend: ended.user_spend.as_ref().map(|(model, usage)| v1::ModelSpend {
-                model: model.clone(),
-                usage: usage.as_ref().map(usage_message),
+            user_spend: ended.user_spend.as_ref().map(|(model, usage)| {
+                Box::new(v1::ModelSpend {
+                    model: model.clone(),
+                    usage: usage.as_ref().map(usage_message),
+                })
             }),
             ..common
         },

@@ -65,8 +65,11 @@ pub(crate) fn trial_ref(key: TrialKey) -> Option<log::TrialRef> {
     })
 }
 
-/// What a batch takes over from the one that it retries, by run and ordinal, and which that is. At least one trial is left to run.
-fn carried_trials(started: &log::BatchStarted) -> Result<(BTreeMap<(u32, u32), v1::TrialOutcome>, Option<BatchId>), ApplyError> {
+/// Verdicts by run and ordinal.
+type Carried = BTreeMap<(u32, u32), v1::TrialOutcome>;
+
+/// What a batch takes over from the one that it retries. At least one trial is left to run.
+fn carried_trials(started: &log::BatchStarted) -> Result<Carried, ApplyError> {
     let mut carried = BTreeMap::new();
     for trial in &started.carried {
         let Some(outcome) = trial.outcome.clone().filter(|outcome| is_scored(outcome.status())) else {
@@ -76,12 +79,11 @@ fn carried_trials(started: &log::BatchStarted) -> Result<(BTreeMap<(u32, u32), v
             return illegal("a trial is carried over twice");
         }
     }
-    let retry_of = started.retry_of.as_deref().map(batch_id).transpose()?;
     let in_all = started.variant_ids.len() * started.trials as usize;
-    if carried.len() >= in_all || (retry_of.is_none() && !carried.is_empty()) {
+    if carried.len() >= in_all || (started.retry_of.is_none() && !carried.is_empty()) {
         return illegal("a batch takes over more than it may");
     }
-    Ok((carried, retry_of))
+    Ok(carried)
 }
 
 /// Small evidence arrives as a slice of a whole group's buffer, which must not live as long as the trial.
@@ -218,7 +220,8 @@ impl State {
                 return illegal("an idempotency key is used twice");
             }
         }
-        let (mut carried, retry_of) = carried_trials(started)?;
+        let mut carried = carried_trials(started)?;
+        let retry_of = started.retry_of.as_deref().map(batch_id).transpose()?;
         let unsettled = trials_in_all as usize - carried.len();
         organization.running.insert(id);
         organization.in_memory.insert(id);

@@ -858,6 +858,90 @@ fn check_ins_are_recorded_often_enough_for_the_six_hour_rule() {
 }
 
 #[test]
+fn what_grows_is_warned_of_once_and_refused_when_full() {
+    let (mut world, ..) = one_batch(false, false);
+    let key = world.state.next_for("alpha", &["process".into()], world.now_ms).unwrap();
+    let holder = Holder {
+        worker_id: "alpha",
+        incarnation: "0",
+        boot_id: "boot",
+    };
+    let granted = decide::grant(&world.state, key, holder, world.now_ms);
+    world.commit_all(granted);
+    let mut warned = Vec::new();
+    let full = loop {
+        let record = v1::StepRecord {
+            token: 1,
+            step: format!("step.{}", world.log.len()),
+            outcome: 1,
+            result: vec![0; 10_000].into(),
+        };
+        match decide::step(&world.state, "alpha", record, world.now_ms) {
+            Ok(event) => {
+                let event = event.unwrap();
+                warned.extend(evalgrid_workflow::growth::near(&world.state, &event));
+                world.commit_all([event]);
+            }
+            Err(decide::Refusal::Full(full)) => break full,
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let trial = world.state.trial(key).unwrap();
+    let bytes = trial.steps.len() as u64 * 10_000;
+    assert_eq!(full.0, limits::RECORDED_BYTES_PER_TRIAL);
+    assert!(bytes <= full.0.limit && bytes + 10_000 > full.0.limit);
+    assert_eq!(warned.len(), 1, "{warned:?}");
+    assert_eq!((warned[0].growth, warned[0].whose.clone()), (full.0, Some(key.id().to_string())));
+    let void = decide::overgrown(&world.state, "alpha", 1, &full, world.now_ms).unwrap();
+    world.commit_all([void]);
+    let failure = world.state.trial(key).unwrap().outcome().unwrap().failure.clone().unwrap();
+    assert!(failure.contains("that is the limit; split the case"), "{failure}");
+}
+
+#[test]
+fn idempotency_keys_that_have_expired_take_no_room() {
+    let (mut world, organization, id) = one_batch(false, false);
+    let limit = limits::IDEMPOTENCY_KEYS.limit as usize;
+    let cancelled = decide::cancel(&world.state, &organization, &id, world.now_ms).unwrap();
+    world.commit_all(cancelled);
+    for number in 0..limit {
+        let id = BatchId::new(world.now_ms, [(number % 251) as u8, (number / 251) as u8, 1, 1, 1, 1, 1, 1, 1, 1]);
+        let started = log::BatchStarted {
+            batch: id.0.to_vec().into(),
+            organization_id: organization.to_string(),
+            request: Some(v1::ObjectRef::default()),
+            idempotency_key: Some(format!("key-{number}")),
+            suite: Some(v1::Suite::default()),
+            cases: vec![v1::CaseInfo::default()],
+            variants: vec![v1::VariantInfo::default()],
+            trials: 1,
+            variant_ids: vec![String::new()],
+            ..Default::default()
+        };
+        let started = decide::event(world.now_ms, Kind::BatchStarted(started));
+        world.commit_all([started]);
+        let cancelled = decide::cancel(&world.state, &organization, &id, world.now_ms).unwrap();
+        world.commit_all(cancelled);
+        let archived = decide::archived(
+            world.state.batch(&id).unwrap(),
+            v1::ObjectRef::default(),
+            v1::BatchSummary::default(),
+            world.now_ms,
+        );
+        world.commit_all([archived]);
+        world.state.forget(&id);
+    }
+    let busy = |world: &World, with_key| decide::busy(&world.state, &organization, with_key, &|_| false, world.now_ms);
+    assert_eq!(
+        busy(&world, true),
+        Some(decide::Refusal::Full(limits::Full(limits::IDEMPOTENCY_KEYS)))
+    );
+    assert_eq!(busy(&world, false), None, "without a key there is room");
+    world.now_ms += limits::IDEMPOTENCY_KEY_MS;
+    assert_eq!(busy(&world, true), None, "72 hours later there is room again");
+}
+
+#[test]
 fn a_retry_takes_over_what_was_scored() {
     let (mut world, organization, id) = one_batch(false, false);
     let key = |batch, ordinal| TrialKey { batch, run: 0, ordinal };
