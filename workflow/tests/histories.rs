@@ -874,7 +874,7 @@ fn what_grows_is_warned_of_once_and_refused_when_full() {
             token: 1,
             step: format!("step.{}", world.log.len()),
             outcome: 1,
-            result: vec![0; 10_000].into(),
+            result: vec![0; 20_000].into(),
         };
         match decide::step(&world.state, "alpha", record, world.now_ms) {
             Ok(event) => {
@@ -887,9 +887,9 @@ fn what_grows_is_warned_of_once_and_refused_when_full() {
         }
     };
     let trial = world.state.trial(key).unwrap();
-    let bytes = trial.steps.len() as u64 * 10_000;
+    let bytes = trial.steps.len() as u64 * 20_000;
     assert_eq!(full.0, limits::RECORDED_BYTES_PER_TRIAL);
-    assert!(bytes <= full.0.limit && bytes + 10_000 > full.0.limit);
+    assert!(bytes <= full.0.limit && bytes + 20_000 > full.0.limit);
     assert_eq!(warned.len(), 1, "{warned:?}");
     assert_eq!((warned[0].growth, warned[0].whose.clone()), (full.0, Some(key.id().to_string())));
     let void = decide::overgrown(&world.state, "alpha", 1, &full, world.now_ms).unwrap();
