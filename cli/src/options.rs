@@ -164,9 +164,9 @@ pub(crate) struct CellFlags {
     /// How the others reach this scheduler; by default its --grpc address. Example: --advertise http://10.0.0.5:8701
     #[arg(long, value_name = "URL")]
     pub(crate) advertise: Option<String>,
-    /// The folder of evidence and results; by default in --data. With --store it must be one that all schedulers of the cell share. Example: --objects /mnt/shared/evalgrid
-    #[arg(long, value_name = "DIR")]
-    pub(crate) objects: Option<PathBuf>,
+    /// Where evidence and results are kept, a folder or s3://BUCKET/PREFIX (credentials from the usual AWS_* variables); by default in --data. With --store all schedulers of the cell must share it. Example: --objects /mnt/shared/evalgrid
+    #[arg(long, value_name = "PLACE")]
+    pub(crate) objects: Option<String>,
     /// How long the active scheduler may be silent before a standby takes over; the same for the whole cell. Example: --redis-lease 5s
     #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = duration)]
     pub(crate) redis_lease: Duration,

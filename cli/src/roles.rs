@@ -92,7 +92,9 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
     let cell = cell(&options.cell, &url(address))?;
     let shared = cell.is_some();
     let scheduler = open(&options.data.data, &options.scheduler, &["bubblewrap"], |choices| {
-        choices.objects = options.cell.objects.as_deref().map(absolute);
+        choices.objects = options.cell.objects.clone();
+        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        choices.aws = variables.filter(|(name, _)| name.starts_with("AWS_")).collect();
         choices.cell = cell;
         choices.tokens = Tokens {
             admin: options.cell.admin_token.clone(),
@@ -282,6 +284,7 @@ async fn open(
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
         cell: None,
         objects: None,
+        aws: BTreeMap::new(),
         tokens: Tokens::default(),
         snapshot_bytes: flags.snapshot_every,
         limits: evalgrid_scheduler::Limits {

@@ -85,8 +85,10 @@ pub struct SchedulerOptions {
     pub environment: BTreeMap<String, String>,
     /// The cell's log in Redis; None: in the data folder, which then holds everything.
     pub cell: Option<CellOptions>,
-    /// The folder of the objects; None: in the data folder. All schedulers of a cell share it.
-    pub objects: Option<PathBuf>,
+    /// Where the objects are: a folder or `s3://bucket/prefix`; None: in the data folder. All schedulers of a cell share them.
+    pub objects: Option<String>,
+    /// `AWS_*` variables, for objects in S3.
+    pub aws: BTreeMap<String, String>,
     /// Tokens that the operator has chosen.
     pub tokens: Tokens,
     /// A snapshot is taken whenever this many bytes of log have gathered; [`SNAPSHOT_BYTES`] unless there is a reason.
@@ -139,8 +141,10 @@ impl Scheduler {
         let support = recovery::support(&options.sandbox_map)?;
         let world = Machine::shared();
         let folder = Folder::open(&options.data, &options.tokens, world.as_ref())?;
-        let place = options.objects.clone().unwrap_or_else(|| folder.path().join("objects"));
-        let objects: Arc<dyn Objects> = Arc::new(StoredObjects::in_folder(&place)?);
+        let objects: Arc<dyn Objects> = Arc::new(match &options.objects {
+            Some(location) => StoredObjects::at(location, options.aws.clone())?,
+            None => StoredObjects::in_folder(&folder.path().join("objects"))?,
+        });
         let fetch = snapshot::fetch_parts(objects.clone(), tokio::runtime::Handle::current());
         let (role, recovery, first_key) = match &options.cell {
             None => {

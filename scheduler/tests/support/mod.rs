@@ -94,6 +94,7 @@ pub fn options(data: &Path) -> SchedulerOptions {
         environment: [("OPENAI_API_KEY".to_owned(), "sk-secret-value".to_owned())].into(),
         cell: None,
         objects: None,
+        aws: Default::default(),
         tokens: Default::default(),
         snapshot_bytes: evalgrid_scheduler::SNAPSHOT_BYTES,
         limits: Default::default(),
