@@ -10,6 +10,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "evalgrid/v1/client.proto",
         "evalgrid/v1/runner.proto",
         "evalgrid/v1/worker.proto",
+        "evalgrid/v1/organizations.proto",
         "evalgrid/log/v1/event.proto",
         "evalgrid/log/v1/snapshot.proto",
     ];

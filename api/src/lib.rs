@@ -4,6 +4,7 @@
 
 mod body;
 mod cell;
+mod cells;
 mod failure;
 pub mod limits;
 mod ops;
@@ -26,13 +27,32 @@ use http::Method;
 use serde_json::json;
 use tokio::{net::TcpListener, sync::watch};
 
-use crate::{cell::Cell, failure::Failure};
+use crate::{cells::Cells, failure::Failure};
 
 /// What the API needs to know.
 #[derive(Clone, Debug)]
 pub struct ApiOptions {
-    /// Where each scheduler of the cell listens: `http://host:port`.
+    /// The cells that organizations live in; at least one.
+    pub cells: Vec<CellAddresses>,
+}
+
+/// One cell.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CellAddresses {
+    /// For people: it stands in our log.
+    pub name: String,
+    /// Where each of its schedulers listens: `http://host:port`.
     pub schedulers: Vec<String>,
+}
+
+impl ApiOptions {
+    /// For the only cell there is.
+    pub fn one_cell(schedulers: Vec<String>) -> ApiOptions {
+        let name = "default".to_owned();
+        ApiOptions {
+            cells: vec![CellAddresses { name, schedulers }],
+        }
+    }
 }
 
 /// Why the API could not serve.
@@ -41,13 +61,19 @@ pub enum ApiError {
     /// The schedulers' addresses.
     #[error(transparent)]
     Address(#[from] evalgrid_discovery::AddressError),
+    /// Two cells of one name.
+    #[error("there are two cells of the name {0:?}; each needs a name of its own")]
+    TwoCells(String),
+    /// Not one.
+    #[error("no cell is named")]
+    NoCell,
 }
 
 /// Answers on `listener` until `shutdown` says true, then lets open requests finish within [`limits::SHUTDOWN_GRACE`]. Schedulers may
 /// come and go: while none is the active one, requests get 503.
 pub async fn serve(listener: TcpListener, o: ApiOptions, shutdown: watch::Receiver<bool>) -> Result<(), ApiError> {
-    let cell = Cell::new(&o.schedulers)?;
-    server::run(listener, router(ops::App::new(cell)), shutdown).await;
+    let cells = Cells::new(&o.cells)?;
+    server::run(listener, router(ops::App::new(cells)), shutdown).await;
     Ok(())
 }
 

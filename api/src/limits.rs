@@ -31,6 +31,12 @@ pub const AUTHORIZATION: usize = 8 << 10;
 pub const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// Pings on a quiet connection to the scheduler, so that one that died without a word is noticed.
 pub const KEEP_ALIVE: Duration = Duration::from_secs(20);
+/// A cell's answer whether it knows a key: a little longer than a failover is waited for.
+pub const HOME_DEADLINE: Duration = Duration::from_secs(6);
+/// How long a key's cell is remembered. A cell that an organization has left says so itself; this is for one that was reset or forgotten.
+pub const HOME_TTL: Duration = Duration::from_secs(60);
+/// Keys whose cell is remembered, about 80 bytes each.
+pub const HOMES: usize = 16_384;
 /// A unary call to the scheduler; the public client gives up on reads after 30 s.
 pub const CALL_DEADLINE: Duration = Duration::from_secs(25);
 /// A start carries up to 64 MiB and waits for its object and its event to be durable.

@@ -24,26 +24,27 @@ use tonic::metadata::{Ascii, MetadataValue};
 
 use crate::{
     body::{self, Bodies, Budget, Held},
-    cell::{Cell, call},
+    cell::call,
+    cells::{self, Cells, Fingerprint},
     failure::Failure,
     limits, render, result, runner,
 };
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 
-/// The cell, and the limits that all requests share.
+/// The cells, and the limits that all requests share.
 #[derive(Clone)]
 pub(crate) struct App {
-    pub(crate) cell: Cell,
+    pub(crate) cells: Cells,
     bodies: Bodies,
     pub(crate) requests: Budget,
     pub(crate) results: Arc<Semaphore>,
 }
 
 impl App {
-    pub(crate) fn new(cell: Cell) -> App {
+    pub(crate) fn new(cells: Cells) -> App {
         App {
-            cell,
+            cells,
             bodies: Bodies::new(limits::SMALL_IN_FLIGHT, limits::LARGE_IN_FLIGHT),
             requests: Budget::new(limits::REQUESTS_IN_FLIGHT),
             results: Arc::new(Semaphore::new(limits::RESULTS_IN_FLIGHT)),
@@ -116,7 +117,7 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
         _ => MAX_BODY_BYTES,
     };
     let body = body::read(body, limit, &app.bodies, may_send(app, op, &caller)).await?;
-    let cell = &app.cell;
+    let cells = &app.cells;
     match op {
         Op::Start | Op::RunnerStart => {
             let message = StartBatchRequest {
@@ -125,12 +126,12 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
             };
             let started = match op {
                 Op::Start => {
-                    let start = call!(cell.batches, start, caller.request(message.clone()));
-                    cell.write(limits::START_DEADLINE, start).await?
+                    let start = call!(batches, start, caller.request(message.clone()));
+                    cells.write(&caller, limits::START_DEADLINE, start).await?
                 }
                 _ => {
-                    let start = call!(cell.runner, start, caller.request(message.clone()));
-                    cell.write(limits::START_DEADLINE, start).await?
+                    let start = call!(runner, start, caller.request(message.clone()));
+                    cells.write(&caller, limits::START_DEADLINE, start).await?
                 }
             };
             Ok(answered(&render::started(&started)))
@@ -140,32 +141,32 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
                 id: decode(body, by_id)?,
                 idempotency_key,
             };
-            let retry = call!(cell.batches, retry, caller.request(message.clone()));
-            let started = cell.write(limits::START_DEADLINE, retry).await?;
+            let retry = call!(batches, retry, caller.request(message.clone()));
+            let started = cells.write(&caller, limits::START_DEADLINE, retry).await?;
             Ok(answered(&render::started(&started)))
         }
         Op::GetBatch => {
             let id = decode(body, by_id)?;
-            let get = call!(cell.batches, get, caller.request(GetBatchRequest { id: id.clone() }));
-            let batch = cell.read(limits::CALL_DEADLINE, get).await?;
+            let get = call!(batches, get, caller.request(GetBatchRequest { id: id.clone() }));
+            let batch = cells.read(&caller, limits::CALL_DEADLINE, get).await?;
             result::batch(app, caller, batch).await
         }
         Op::CancelBatch => {
             let id = decode(body, by_id)?;
-            let cancel = call!(cell.batches, cancel, caller.request(CancelBatchRequest { id: id.clone() }));
-            let batch = cell.write(limits::CALL_DEADLINE, cancel).await?;
+            let cancel = call!(batches, cancel, caller.request(CancelBatchRequest { id: id.clone() }));
+            let batch = cells.write(&caller, limits::CALL_DEADLINE, cancel).await?;
             result::batch(app, caller, batch).await
         }
         Op::GetRun => {
             let id = decode(body, by_id)?;
-            let get_run = call!(cell.batches, get_run, caller.request(GetRunRequest { id: id.clone() }));
-            let run = cell.read(limits::CALL_DEADLINE, get_run).await?;
+            let get_run = call!(batches, get_run, caller.request(GetRunRequest { id: id.clone() }));
+            let run = cells.read(&caller, limits::CALL_DEADLINE, get_run).await?;
             result::run(app, caller, run).await
         }
         Op::ListBatches => {
             let message = decode(body, list_batches)?;
-            let list = call!(cell.batches, list, caller.request(message.clone()));
-            let page = cell.read(limits::CALL_DEADLINE, list).await?;
+            let list = call!(batches, list, caller.request(message.clone()));
+            let page = cells.read(&caller, limits::CALL_DEADLINE, list).await?;
             Ok(answered(&render::page(&page)))
         }
         Op::Whoami => {
@@ -177,8 +178,8 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
 }
 
 async fn whoami(app: &App, caller: &Caller) -> Result<Identity, Failure> {
-    let whoami = call!(app.cell.auth, whoami, caller.request(WhoamiRequest {}));
-    app.cell.read(limits::CALL_DEADLINE, whoami).await
+    let whoami = call!(auth, whoami, caller.request(WhoamiRequest {}));
+    app.cells.read(caller, limits::CALL_DEADLINE, whoami).await
 }
 
 /// The organization of a caller who may send a large body. What else they may do is the scheduler's to say; this only spares reading 64 MiB for
@@ -221,6 +222,11 @@ impl Caller {
         }
         let authorization = MetadataValue::try_from(value).map_err(|_| Failure::no_key())?;
         Ok(Caller { authorization })
+    }
+
+    /// By what the caller is known again.
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
+        cells::fingerprint(self.authorization.as_encoded_bytes())
     }
 
     /// `message` with the caller's key.

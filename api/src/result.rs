@@ -257,8 +257,8 @@ struct Object {
 impl Object {
     async fn open(app: &App, caller: &Caller, reference: ObjectRef) -> Result<Object, Broken> {
         let left = reference.size;
-        let open = call!(app.cell.batches, get_object, caller.request(reference.clone()));
-        match timeout(limits::CALL_DEADLINE, app.cell.twice(open)).await {
+        let open = call!(batches, get_object, caller.request(reference.clone()));
+        match timeout(limits::CALL_DEADLINE, app.cells.twice(caller, open)).await {
             Ok(Ok(response)) => Ok(Object {
                 chunks: response.into_inner(),
                 left,

@@ -33,63 +33,65 @@ use crate::{
 
 /// One of the operations of a machine that runs a local batch, start aside. Each of them may be asked twice, so one that broke off is.
 pub(crate) async fn operation(app: &App, caller: Caller, op: Op, body: Held) -> Result<Response, Failure> {
-    let cell = &app.cell;
+    let cells = &app.cells;
     match op {
         Op::Lease => {
             let message = decode(body, lease)?;
-            let call = call!(cell.runner, lease, caller.request(message.clone()));
-            Ok(answered(&credential(&cell.read(limits::CALL_DEADLINE, call).await?)))
+            let call = call!(runner, lease, caller.request(message.clone()));
+            Ok(answered(&credential(&cells.read(&caller, limits::CALL_DEADLINE, call).await?)))
         }
         Op::LeaseVariables => {
             let message = decode(body, lease_variables)?;
-            let call = call!(cell.runner, lease_variables, caller.request(message.clone()));
-            Ok(answered(&variables(&cell.read(limits::CALL_DEADLINE, call).await?)))
+            let call = call!(runner, lease_variables, caller.request(message.clone()));
+            Ok(answered(&variables(&cells.read(&caller, limits::CALL_DEADLINE, call).await?)))
         }
         Op::Report => {
             let message = ReportTrialRequest { json: body.bytes.clone() };
-            let call = call!(cell.runner, report, caller.request(message.clone()));
-            cell.read(limits::START_DEADLINE, call).await?;
+            let call = call!(runner, report, caller.request(message.clone()));
+            cells.read(&caller, limits::START_DEADLINE, call).await?;
             Ok(StatusCode::NO_CONTENT.into_response())
         }
         Op::Beat => {
             let batch_id = decode(body, by_id)?;
             let call = call!(
-                cell.runner,
+                runner,
                 beat,
                 caller.request(BeatRequest {
                     batch_id: batch_id.clone()
                 })
             );
-            cell.read(limits::CALL_DEADLINE, call).await?;
+            cells.read(&caller, limits::CALL_DEADLINE, call).await?;
             Ok(StatusCode::NO_CONTENT.into_response())
         }
         Op::Finish => {
             let batch_id = decode(body, by_id)?;
             let call = call!(
-                cell.runner,
+                runner,
                 finish,
                 caller.request(FinishBatchRequest {
                     batch_id: batch_id.clone()
                 })
             );
-            let batch = cell.read(limits::CALL_DEADLINE, call).await?;
+            let batch = cells.read(&caller, limits::CALL_DEADLINE, call).await?;
             result::batch(app, caller, batch).await
         }
         Op::Subscribe => {
             let batch_id = decode(body, by_id)?;
             let call = call!(
-                cell.runner,
+                runner,
                 subscribe,
                 caller.request(SubscribeRequest {
                     batch_id: batch_id.clone()
                 })
             );
-            Ok(answered(&subscription(&cell.read(limits::CALL_DEADLINE, call).await?)))
+            Ok(answered(&subscription(&cells.read(&caller, limits::CALL_DEADLINE, call).await?)))
         }
         Op::Tail => {
             let message = decode(body, tail)?;
-            let call = call!(cell.runner, tail, caller.request(message.clone()));
-            Ok(json_body(Body::from(page(&cell.read(limits::CALL_DEADLINE, call).await?)?)))
+            let call = call!(runner, tail, caller.request(message.clone()));
+            Ok(json_body(Body::from(page(
+                &cells.read(&caller, limits::CALL_DEADLINE, call).await?,
+            )?)))
         }
         _ => Err(Failure::NotFound("There is no such operation.".into())),
     }

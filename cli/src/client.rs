@@ -1,9 +1,13 @@
 //! Speaking gRPC to a scheduler, and saying in plain words what it answered.
 
-use std::{fs, io, path::Path, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use evalgrid_discovery::{Routed, Schedulers};
-use evalgrid_proto::v1::{Refusal, admin_client::AdminClient, batches_client::BatchesClient};
+use evalgrid_proto::v1::{Refusal, admin_client::AdminClient, batches_client::BatchesClient, organizations_client::OrganizationsClient};
 use prost::Message as _;
 use tokio::time::timeout;
 use tonic::{
@@ -32,6 +36,7 @@ impl Interceptor for Bearer {
 }
 
 pub(crate) type Batches = BatchesClient<InterceptedService<Routed, Bearer>>;
+pub(crate) type Organizations = OrganizationsClient<InterceptedService<Routed, Bearer>>;
 pub(crate) type Admin = AdminClient<InterceptedService<Routed, Bearer>>;
 
 /// A client for batches, with the caller's API key.
@@ -56,6 +61,41 @@ pub(crate) async fn admin(operator: &options::Operator) -> Result<Admin, Failure
         connect(&operator.scheduler.schedulers).await?,
         bearer(&token)?,
     ))
+}
+
+/// A client for the organizations of a cell, with the operator's token.
+pub(crate) async fn organizations(operator: &options::Operator) -> Result<Organizations, Failure> {
+    let token = match &operator.admin_token {
+        Some(token) => token.clone(),
+        None => secret(&operator.data.data.join("admin-token"), "the admin token", "EVALGRID_ADMIN_TOKEN")?,
+    };
+    organizations_with(&operator.scheduler.schedulers, &token).await
+}
+
+/// A client for the organizations of one of the two cells of a move. `end` is FROM or TO.
+pub(crate) async fn organizations_at(
+    schedulers: &[String],
+    token: Option<String>,
+    file: Option<PathBuf>,
+    end: &str,
+) -> Result<Organizations, Failure> {
+    let variable = format!("EVALGRID_{end}_TOKEN");
+    let token = match (token, file) {
+        (Some(token), _) => token,
+        (None, Some(file)) => secret(&file, "the admin token", &variable)?,
+        (None, None) => {
+            return Err(Failure::usage(
+                "the admin tokens of both cells are needed",
+                format!("Set {variable}, or name a file with --{}-token-file.", end.to_lowercase()),
+            ));
+        }
+    };
+    organizations_with(schedulers, &token).await
+}
+
+async fn organizations_with(schedulers: &[String], token: &str) -> Result<Organizations, Failure> {
+    let client = OrganizationsClient::with_interceptor(connect(schedulers).await?, bearer(token)?);
+    Ok(client.max_decoding_message_size(MESSAGE).max_encoding_message_size(MESSAGE))
 }
 
 /// The caller's API key.

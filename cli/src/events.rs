@@ -5,9 +5,10 @@ use evalgrid_domain::{
     timestamp,
 };
 use evalgrid_proto::{
-    log::v1::{CarriedTrial, Event, TrialRef, event::Kind},
+    log::v1::{BatchArchived, CarriedTrial, Event, TravellingOrganization, TrialRef, event::Kind},
     v1::{BatchStatus, BatchSummary, CaseInfo, Evidence, ObjectRef, TrialOutcome, Trigger, Usage, VariantInfo, evidence::Place},
 };
+use prost::Message as _;
 use serde_json::{Value, json};
 
 /// The kind's name and its fields, in their order.
@@ -26,6 +27,34 @@ pub(crate) fn line(position: u64, partition: u16, sequence: u64, event: &Event) 
     }
     line.push('}');
     line
+}
+
+fn archived(e: &BatchArchived) -> Vec<(&'static str, Value)> {
+    vec![
+        ("batch", batch(&e.batch)),
+        ("organizationId", json!(e.organization_id)),
+        ("manifest", e.manifest.as_ref().map_or(Value::Null, object)),
+        ("summary", e.summary.as_ref().map_or(Value::Null, summary)),
+    ]
+}
+
+/// Who has arrived, without the hashes of all its keys.
+fn imported(travelling: &[u8]) -> Vec<(&'static str, Value)> {
+    let Ok(TravellingOrganization {
+        organization: Some(organization),
+        keys,
+    }) = TravellingOrganization::decode(travelling)
+    else {
+        return Vec::new();
+    };
+    vec![
+        ("organizationId", json!(organization.id)),
+        ("name", json!(organization.name)),
+        ("slug", json!(organization.slug)),
+        ("started", json!(organization.started)),
+        ("keys", json!(keys.len())),
+        ("idempotencyKeys", json!(organization.starts.len())),
+    ]
 }
 
 fn told(kind: &Kind) -> Told {
@@ -49,6 +78,10 @@ fn told(kind: &Kind) -> Told {
                 ("permissions", json!(e.permissions)),
             ],
         ),
+        Kind::OrganizationFrozen(e) => ("OrganizationFrozen", vec![("organizationId", json!(e.organization_id))]),
+        Kind::OrganizationUnfrozen(e) => ("OrganizationUnfrozen", vec![("organizationId", json!(e.organization_id))]),
+        Kind::OrganizationMoved(e) => ("OrganizationMoved", vec![("organizationId", json!(e.organization_id))]),
+        Kind::OrganizationImported(e) => ("OrganizationImported", imported(&e.organization)),
         Kind::KeyRevoked(e) => ("KeyRevoked", vec![("keyId", json!(e.key_id))]),
         Kind::BatchStarted(e) => (
             "BatchStarted",
@@ -121,15 +154,8 @@ fn told(kind: &Kind) -> Told {
                 ("failure", json!(e.failure)),
             ],
         ),
-        Kind::BatchArchived(e) => (
-            "BatchArchived",
-            vec![
-                ("batch", batch(&e.batch)),
-                ("organizationId", json!(e.organization_id)),
-                ("manifest", e.manifest.as_ref().map_or(Value::Null, object)),
-                ("summary", e.summary.as_ref().map_or(Value::Null, summary)),
-            ],
-        ),
+        Kind::BatchArchived(e) => ("BatchArchived", archived(e)),
+        Kind::BatchImported(e) => ("BatchImported", archived(e)),
         Kind::SandboxCreated(e) => (
             "SandboxCreated",
             vec![("sandbox", json!(e.sandbox)), ("providerId", json!(e.provider_id))],

@@ -11,6 +11,7 @@ mod http;
 mod keys;
 mod offline;
 mod options;
+mod organizations;
 mod output;
 mod progress;
 mod reasons;
@@ -73,6 +74,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Batch(command) => batch::run(command).await,
             Command::Trial(command) => trial::run(command).await,
             Command::Keys(command) => keys::run(command).await,
+            Command::Organizations(command) => organizations::run(command).await,
             Command::Sandboxes(command) => sandboxes::run(command).await,
             Command::Log(_) | Command::Index(_) | Command::Upgrade(_) => unreachable!("handled above, without a runtime"),
         }

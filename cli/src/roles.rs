@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use evalgrid_api::ApiOptions;
+use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
@@ -149,12 +149,37 @@ pub(crate) async fn api(options: options::ApiRole) -> Result<(), Failure> {
     let stopped = stop::on_signal()?;
     let listener = listen(options.http.http, "--http").await?;
     let _ = output::line(&format!("The API runs at {}.", url(local(&listener)?)));
-    let api = ApiOptions {
-        schedulers: options.scheduler.schedulers,
+    let api = match options.cells.is_empty() {
+        true => ApiOptions::one_cell(options.scheduler.schedulers),
+        false => ApiOptions {
+            cells: cells(&options.cells)?,
+        },
     };
     evalgrid_api::serve(listener, api, stopped)
         .await
         .map_err(|error| ended("API", &error))
+}
+
+/// The cells in a list of `NAME=URL` and of more URLs of the cell before.
+fn cells(given: &[String]) -> Result<Vec<CellAddresses>, Failure> {
+    let mut cells: Vec<CellAddresses> = Vec::new();
+    for text in given {
+        let named = text.split_once('=').filter(|(name, _)| !name.contains(':'));
+        match (named, cells.last_mut()) {
+            (Some((name, url)), _) if !name.is_empty() => cells.push(CellAddresses {
+                name: name.to_owned(),
+                schedulers: vec![url.to_owned()],
+            }),
+            (None, Some(cell)) => cell.schedulers.push(text.clone()),
+            _ => {
+                return Err(Failure::usage(
+                    format!("--cell {text}: a cell without a name"),
+                    "Expected --cell NAME=http://host:port, and more schedulers of it with commas between.",
+                ));
+            }
+        }
+    }
+    Ok(cells)
 }
 
 /// All roles in this process.
@@ -202,9 +227,7 @@ impl All {
                 .map_err(|error| ended("scheduler", &error))
         });
         let mut front = JoinSet::new();
-        let api = ApiOptions {
-            schedulers: vec![grpc_url.clone()],
-        };
+        let api = ApiOptions::one_cell(vec![grpc_url.clone()]);
         let stopped = front_stopped.clone();
         front.spawn(async move { evalgrid_api::serve(http, api, stopped).await.map_err(|error| ended("API", &error)) });
         front.spawn(async move {
@@ -531,5 +554,27 @@ mod tests {
         ] {
             assert_eq!(url(address.parse().unwrap()), expected);
         }
+    }
+
+    #[test]
+    fn cells_by_name() {
+        fn check(given: &[&str], expected: Option<&[(&str, &[&str])]>) {
+            let given: Vec<_> = given.iter().map(|text| (*text).to_owned()).collect();
+            let got = cells(&given).ok();
+            let expected = expected.map(|cells| {
+                let cell = |(name, urls): &(&str, &[&str])| CellAddresses {
+                    name: (*name).to_owned(),
+                    schedulers: urls.iter().map(|url| (*url).to_owned()).collect(),
+                };
+                cells.iter().map(cell).collect::<Vec<_>>()
+            });
+            assert_eq!(got, expected, "{given:?}");
+        }
+        check(
+            &["eu=http://a:1", "http://b:1", "us=http://c:1"],
+            Some(&[("eu", &["http://a:1", "http://b:1"]), ("us", &["http://c:1"])]),
+        );
+        check(&["http://a:1"], None);
+        check(&["=http://a:1"], None);
     }
 }

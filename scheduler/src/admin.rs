@@ -83,6 +83,13 @@ pub async fn create_key(engine: &Engine, slug: &str, name: &str, permissions: Ve
         let Some(organization) = core.state.organization_by_slug(slug).map(|organization| organization.id) else {
             return Err(Status::internal("the organization could not be created"));
         };
+        if let Some(refusal) = core
+            .state
+            .organization(&organization)
+            .and_then(|organization| organization.immovable())
+        {
+            return Err(Status::failed_precondition(refusal.to_string()));
+        }
         let id = KeyId::new(now_ms, key_random);
         core.commit(decide::event(
             now_ms,
@@ -153,11 +160,14 @@ impl Admin for AdminService {
         let no_key = || Status::not_found("there is no living key with this id; `evalgrid keys list` shows them");
         let id: KeyId = text.parse().map_err(|_| no_key())?;
         let revoked = self.engine.settled_turn(|core| {
-            let event = decide::revoke_key(&core.state, &id, core.now_ms()).ok()?;
+            let event = decide::revoke_key(&core.state, &id, core.now_ms()).map_err(|refusal| match refusal {
+                decide::Refusal::OnTheMove => Status::failed_precondition(refusal.to_string()),
+                _ => no_key(),
+            })?;
             core.commit(event);
-            core.state.key(&id).map(|key| message(&core.state, key))
+            core.state.key(&id).map(|key| message(&core.state, key)).ok_or_else(no_key)
         });
-        let key = revoked.await.map_err(|_| stopping())?.ok_or_else(no_key)?;
+        let key = revoked.await.map_err(|_| stopping())??;
         tracing::info!(key = key.id, "a key has been revoked");
         Ok(Response::new(key))
     }

@@ -50,6 +50,7 @@ async fn archive(reader: &Reader, id: BatchId) -> Result<(), tonic::Status> {
         return Ok(());
     };
     let manifest = put(reader, &organization, batch.encode_to_vec()).await?;
+    let filing = reader.filing.lock().await;
     let (archived, position) = reader.engine.turn(|core| {
         let event = core
             .state
@@ -70,6 +71,7 @@ async fn archive(reader: &Reader, id: BatchId) -> Result<(), tonic::Status> {
         None => Ok(()),
     })
     .await?;
+    drop(filing);
     reader.engine.turn(|core| core.state.forget(&id));
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Who is asking: API keys of organizations, the workers' token, the operator's token.
 
 use evalgrid_domain::ids::OrgId;
+use evalgrid_workflow::Residence;
 use sha2::{Digest as _, Sha256};
 use tonic::{Status, metadata::MetadataMap};
 
@@ -54,17 +55,25 @@ pub fn bearer(metadata: &MetadataMap) -> Result<&str, Status> {
 pub async fn caller(engine: &Engine, metadata: &MetadataMap) -> Result<Caller, Status> {
     let hash = hash(bearer(metadata)?);
     let found = engine.settled_turn(|core| {
-        core.state.key_by_hash(&hash).map(|key| Caller {
+        let key = core.state.key_by_hash(&hash)?;
+        let moved = core
+            .state
+            .organization(&key.organization)
+            .is_some_and(|organization| organization.residence == Residence::Moved);
+        let caller = Caller {
             organization: key.organization,
             permissions: key.permissions.clone(),
             key_name: key.name.clone(),
             key_start: key.start.clone(),
-        })
+        };
+        Some((!moved).then_some(caller))
     });
-    found
-        .await
-        .map_err(|_| stopping())?
-        .ok_or_else(|| Status::unauthenticated("this API key is not known, or was revoked"))
+    match found.await.map_err(|_| stopping())? {
+        Some(Some(caller)) => Ok(caller),
+        // Unauthenticated, like a key that was never here: whoever asks on is to ask the other cells.
+        Some(None) => Err(Status::unauthenticated("moved: this key's organization lives in another cell now")),
+        None => Err(Status::unauthenticated("this API key is not known, or was revoked")),
+    }
 }
 
 /// A token that the server shares with its own people or machines.

@@ -229,7 +229,7 @@ impl Core {
         }
         match &event.kind {
             Some(Kind::BatchEnded(ended)) => self.ended.extend(<[u8; 16]>::try_from(ended.batch.as_ref()).map(BatchId)),
-            Some(Kind::BatchArchived(archived)) => self.archived.push(archived.clone()),
+            Some(Kind::BatchArchived(archived) | Kind::BatchImported(archived)) => self.archived.push(archived.clone()),
             _ => {}
         }
         self.scratch.reserve(event.encoded_len());
@@ -267,7 +267,7 @@ impl Core {
     fn partition_of(&mut self, event: &Event) -> u16 {
         let organization = match &event.kind {
             Some(Kind::BatchStarted(started)) => started.organization_id.parse().ok(),
-            Some(Kind::BatchArchived(archived)) => archived.organization_id.parse().ok(),
+            Some(Kind::BatchArchived(archived) | Kind::BatchImported(archived)) => archived.organization_id.parse().ok(),
             Some(Kind::StepRecorded(step)) => self.organization_of_token(step.token),
             Some(Kind::AttemptEnded(ended)) => ended.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::LeaseGranted(lease)) => lease.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
@@ -277,7 +277,16 @@ impl Core {
             Some(Kind::LocalBatchClosed(closed)) => self.organization_of_batch(&closed.batch),
             // Custody outlives batches, so it is kept with the cell's own facts.
             Some(Kind::SandboxCreated(_) | Kind::SandboxDestroyAsked(_) | Kind::SandboxDestroyed(_)) => None,
-            Some(Kind::OrganizationCreated(_) | Kind::KeyCreated(_) | Kind::KeyRevoked(_)) | None => None,
+            Some(
+                Kind::OrganizationCreated(_)
+                | Kind::OrganizationFrozen(_)
+                | Kind::OrganizationUnfrozen(_)
+                | Kind::OrganizationMoved(_)
+                | Kind::OrganizationImported(_)
+                | Kind::KeyCreated(_)
+                | Kind::KeyRevoked(_),
+            )
+            | None => None,
         };
         match organization {
             Some(id) => *self.partitions.entry(id).or_insert_with(|| partition(&id)),

@@ -13,6 +13,7 @@ mod dispatch;
 mod engine;
 mod folder;
 mod gate;
+mod organizations;
 mod read;
 mod reaper;
 mod recovery;

@@ -21,7 +21,8 @@ pub fn row_key(organization: &OrgId, batch: &BatchId) -> Vec<u8> {
     key
 }
 
-fn row_prefix(organization: &OrgId) -> Vec<u8> {
+/// The rows of an organization begin with this.
+pub fn row_prefix(organization: &OrgId) -> Vec<u8> {
     let mut key = b"b/".to_vec();
     key.extend(organization.0);
     key
@@ -36,6 +37,8 @@ pub struct Reader {
     pub index: Arc<dyn Index>,
     /// Their results.
     pub objects: Arc<dyn Objects>,
+    /// Held from the event of an archived batch to its row: rows enter the index in the order of the log.
+    pub filing: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Reader {

@@ -88,7 +88,7 @@ impl Replica {
                 *sequence = record.sequence;
                 self.position = position;
                 match event.kind {
-                    Some(Kind::BatchArchived(archived)) => self.archived(archived),
+                    Some(Kind::BatchArchived(archived) | Kind::BatchImported(archived)) => self.archived(archived),
                     _ => Ok(()),
                 }
             }

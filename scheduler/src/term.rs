@@ -3,8 +3,8 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use evalgrid_proto::v1::{
-    admin_server::AdminServer, auth_server::AuthServer, batches_server::BatchesServer, runner_server::RunnerServer,
-    workers_server::WorkersServer,
+    admin_server::AdminServer, auth_server::AuthServer, batches_server::BatchesServer, organizations_server::OrganizationsServer,
+    runner_server::RunnerServer, workers_server::WorkersServer,
 };
 use evalgrid_store::{Index, Log, Objects};
 use evalgrid_workflow::decide;
@@ -21,6 +21,7 @@ use crate::{
     engine::{Core, Engine, OnLogFailure, Tenure},
     folder::{self, Folder},
     gate::Gate,
+    organizations::OrganizationsService,
     read::Reader,
     runner::RunnerService,
     snapshot,
@@ -83,6 +84,7 @@ impl Term {
             engine: engine.clone(),
             index,
             objects,
+            filing: Arc::default(),
         };
         engine.turn(|core| {
             core.state.configure(limits);
@@ -197,6 +199,10 @@ fn routes(
         lease: options.lease,
         shutdown: stopping,
     };
+    let organizations = OrganizationsService {
+        reader: reader.clone(),
+        token: SharedToken::new(folder.admin_token()),
+    };
     let admin = AdminService {
         engine: reader.engine.clone(),
         token: SharedToken::new(folder.admin_token()),
@@ -208,6 +214,7 @@ fn routes(
         .add_service(runner)
         .add_service(AuthServer::new(clients))
         .add_service(AdminServer::new(admin))
+        .add_service(OrganizationsServer::new(organizations).max_decoding_message_size(MAX_CLIENT_MESSAGE_BYTES))
         .add_service(WorkersServer::new(workers).max_decoding_message_size(MAX_WORKER_MESSAGE_BYTES))
 }
 

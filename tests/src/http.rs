@@ -24,6 +24,8 @@ pub struct Answer {
     pub status: u16,
     /// The JSON body, or null where it is not JSON.
     pub body: Value,
+    /// The body as it came.
+    pub bytes: Bytes,
 }
 
 impl Api {
@@ -59,6 +61,7 @@ impl Api {
         Ok(Answer {
             status,
             body: serde_json::from_slice(&body).unwrap_or(Value::Null),
+            bytes: body,
         })
     }
 

@@ -16,6 +16,7 @@ use evalgrid_proto::{
 use crate::{
     faults::{self, Fault},
     local::Local,
+    moving::Residence,
     retry::is_scored,
     state::{Batch, BatchPhase, IdempotentStart, Key, Organization, Phase, Run, State, Trial, TrialKey},
 };
@@ -121,6 +122,12 @@ impl State {
             Some(Kind::KeyRevoked(revoked)) => self.key_revoked(revoked, at_ms),
             Some(Kind::LocalCheckedIn(checked_in)) => self.local_checked_in(checked_in, at_ms),
             Some(Kind::LocalBatchClosed(closed)) => self.local_batch_closed(closed, at_ms),
+            Some(Kind::OrganizationFrozen(event)) => self.reside(&event.organization_id, Residence::Here, Residence::Frozen),
+            Some(Kind::OrganizationUnfrozen(event)) => self.reside(&event.organization_id, Residence::Frozen, Residence::Here),
+            Some(Kind::OrganizationMoved(event)) => self.reside(&event.organization_id, Residence::Frozen, Residence::Moved),
+            Some(Kind::OrganizationImported(imported)) => self.organization_imported(imported),
+            // It is in the index only, until its organization arrives.
+            Some(Kind::BatchImported(_)) => Ok(()),
             None => illegal("an event of a kind that this version does not know"),
         }
     }
@@ -140,6 +147,8 @@ impl State {
                 running: Default::default(),
                 in_memory: Default::default(),
                 started: 0,
+                residence: Residence::Here,
+                generation: 0,
                 idempotency: Default::default(),
                 idempotency_expiry: Default::default(),
             },

@@ -60,6 +60,12 @@ pub enum Refusal {
     /// No such key, or revoked before.
     #[error("there is no living key with this id")]
     NoKey,
+    /// It is frozen.
+    #[error("this organization is being moved to another cell; try again in a few minutes")]
+    OnTheMove,
+    /// It lives in another cell.
+    #[error("this organization has moved to another cell")]
+    Elsewhere,
     /// The token holds no lease.
     #[error("the attempt holds no lease")]
     Stale,
@@ -154,6 +160,9 @@ pub fn replay(state: &State, organization: &OrgId, key: Option<&str>, request_ha
 /// closed.
 pub fn busy(state: &State, organization: &OrgId, with_key: bool, quiet: &dyn Fn(&Batch) -> bool, now_ms: u64) -> Option<Refusal> {
     let organization = state.organization(organization)?;
+    if let Some(refusal) = organization.immovable() {
+        return Some(refusal);
+    }
     let batches = organization.running.iter().filter_map(|id| state.batch(id));
     let running = batches.filter(|batch| !quiet(batch)).count();
     if running >= limits::MAX_RUNNING_BATCHES {
@@ -208,6 +217,13 @@ pub fn create_organization(state: &State, slug: &str, id: OrgId, now_ms: u64) ->
 /// The end of a key. Revoking twice is refused.
 pub fn revoke_key(state: &State, id: &KeyId, now_ms: u64) -> Result<Event, Refusal> {
     match state.key(id) {
+        Some(key)
+            if state
+                .organization(&key.organization)
+                .is_some_and(|owner| owner.immovable().is_some()) =>
+        {
+            Err(Refusal::OnTheMove)
+        }
         Some(key) if key.revoked_ms.is_none() => Ok(event(now_ms, Kind::KeyRevoked(log::KeyRevoked { key_id: id.to_string() }))),
         _ => Err(Refusal::NoKey),
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use evalgrid_proto::{
-    log::v1::{self as log, saved_trial},
+    log::v1::{self as log, saved_organization, saved_trial},
     v1,
 };
 
@@ -13,6 +13,7 @@ use crate::{
     custody::Sandbox,
     faults::{self, Fault},
     local::Local,
+    moving::Residence,
     state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, State, Trial},
 };
 
@@ -55,18 +56,7 @@ impl State {
             state.restore_organization(organization)?;
         }
         for key in &saved.keys {
-            let Some(created) = &key.created else {
-                return illegal("a key of nothing");
-            };
-            state.key_created(created, key.created_ms)?;
-            if let Some(at_ms) = key.revoked_ms {
-                state.key_revoked(
-                    &log::KeyRevoked {
-                        key_id: created.key_id.clone(),
-                    },
-                    at_ms,
-                )?;
-            }
+            state.restore_key(key)?;
         }
         for sandbox in &saved.sandboxes {
             let restored = Sandbox {
@@ -163,7 +153,21 @@ impl State {
         }
     }
 
-    fn restore_organization(&mut self, saved: &log::SavedOrganization) -> Result<(), ApplyError> {
+    pub(crate) fn restore_key(&mut self, saved: &log::SavedKey) -> Result<(), ApplyError> {
+        let Some(created) = &saved.created else {
+            return illegal("a key of nothing");
+        };
+        self.key_created(created, saved.created_ms)?;
+        match saved.revoked_ms {
+            Some(at_ms) => {
+                let key_id = created.key_id.clone();
+                self.key_revoked(&log::KeyRevoked { key_id }, at_ms)
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn restore_organization(&mut self, saved: &log::SavedOrganization) -> Result<(), ApplyError> {
         let id = organization_id(&saved.id)?;
         let mut organization = Organization {
             id,
@@ -172,6 +176,12 @@ impl State {
             running: BTreeSet::new(),
             in_memory: BTreeSet::new(),
             started: saved.started,
+            generation: saved.generation,
+            residence: match saved.residence() {
+                saved_organization::Residence::Here => Residence::Here,
+                saved_organization::Residence::Frozen => Residence::Frozen,
+                saved_organization::Residence::Moved => Residence::Moved,
+            },
             idempotency: HashMap::new(),
             idempotency_expiry: BTreeSet::new(),
         };
@@ -269,7 +279,7 @@ impl State {
     }
 }
 
-fn save_organization(organization: &Organization) -> log::SavedOrganization {
+pub(crate) fn save_organization(organization: &Organization) -> log::SavedOrganization {
     let mut starts: Vec<_> = organization
         .idempotency
         .iter()
@@ -287,10 +297,17 @@ fn save_organization(organization: &Organization) -> log::SavedOrganization {
         slug: organization.slug.clone(),
         started: organization.started,
         starts,
+        generation: organization.generation,
+        residence: match organization.residence {
+            Residence::Here => saved_organization::Residence::Here,
+            Residence::Frozen => saved_organization::Residence::Frozen,
+            Residence::Moved => saved_organization::Residence::Moved,
+        }
+        .into(),
     }
 }
 
-fn save_key(key: &Key, hash: [u8; 32]) -> log::SavedKey {
+pub(crate) fn save_key(key: &Key, hash: [u8; 32]) -> log::SavedKey {
     log::SavedKey {
         created: Some(log::KeyCreated {
             key_id: key.id.to_string(),

@@ -49,6 +49,10 @@ pub struct Organization {
     pub in_memory: BTreeSet<BatchId>,
     /// All batches ever started.
     pub started: u64,
+    /// Whether it lives here.
+    pub residence: crate::moving::Residence,
+    /// How often it has arrived in a cell: it lives where this is highest.
+    pub generation: u64,
     /// Starts that can be answered again.
     pub(crate) idempotency: HashMap<String, IdempotentStart>,
     /// (expiry, key) of the starts whose batch has ended.

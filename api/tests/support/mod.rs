@@ -10,7 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use evalgrid_api::ApiOptions;
+use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_proto::v1::{
     auth_server::{Auth, AuthServer},
     batches_server::{Batches, BatchesServer},
@@ -45,6 +45,8 @@ pub struct Script {
     pub refuse: Option<Status>,
     /// Answers every call with this, whoever asks.
     pub standby: Option<Status>,
+    /// Knows nobody.
+    pub empty: bool,
     pub batch: Batch,
     pub objects: HashMap<String, Vec<u8>>,
     /// Objects end after this many bytes although they are longer.
@@ -73,7 +75,7 @@ impl Fake {
         if let Some(refusal) = script.standby.clone() {
             return Err(refusal);
         }
-        if ![KEY, READER, OTHER].contains(&key(request)) {
+        if script.empty || ![KEY, READER, OTHER].contains(&key(request)) {
             return Err(Status::unauthenticated("no such key"));
         }
         match script.refuse.clone() {
@@ -382,6 +384,16 @@ impl Api {
         Api { stop, ..api }
     }
 
+    /// One in front of several cells, each of one scheduler.
+    pub async fn of_cells(schedulers: &[String]) -> Api {
+        let cells = schedulers.iter().enumerate().map(|(index, url)| CellAddresses {
+            name: format!("cell-{index}"),
+            schedulers: vec![url.clone()],
+        });
+        let (api, stop) = Api::serving(ApiOptions { cells: cells.collect() }).await;
+        Api { stop, ..api }
+    }
+
     /// One whose scheduler is not there.
     pub async fn without_scheduler() -> Api {
         let unused = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
@@ -390,10 +402,14 @@ impl Api {
     }
 
     async fn in_front_of(schedulers: Vec<String>) -> (Api, watch::Sender<bool>) {
+        Api::serving(ApiOptions::one_cell(schedulers)).await
+    }
+
+    async fn serving(options: ApiOptions) -> (Api, watch::Sender<bool>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = watch::channel(false);
-        tokio::spawn(evalgrid_api::serve(listener, ApiOptions { schedulers }, stopped));
+        tokio::spawn(evalgrid_api::serve(listener, options, stopped));
         let api = Api {
             script: Arc::default(),
             address,
