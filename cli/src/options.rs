@@ -1,9 +1,15 @@
 //! Every command and flag. A flag is also a variable `EVALGRID_<NAME>` and a key of the configuration file; `config` does that for all of them.
 
+mod api;
+mod organizations;
+
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValueParser};
 use evalgrid_scheduler::{MAX_CREATE_BURST, ProviderLimits};
+
+pub(crate) use api::{ApiRole, SchedulerAddress};
+pub(crate) use organizations::Organizations;
 
 /// Runs evals of coding agents: every trial in its own sandbox, every result on record.
 #[derive(Debug, Parser)]
@@ -101,18 +107,6 @@ pub(crate) struct GrpcListen {
     /// Where the scheduler listens for workers, the API and clients (gRPC, without TLS). Example: --grpc 10.0.0.5:8701
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8701")]
     pub(crate) grpc: SocketAddr,
-}
-
-#[derive(Args, Debug)]
-pub(crate) struct SchedulerAddress {
-    /// Where the scheduler is (gRPC); of a cell with standbys, all of them. Example: --scheduler http://10.0.0.5:8701,http://10.0.0.6:8701
-    #[arg(
-        long = "scheduler",
-        value_name = "URL",
-        default_value = "http://127.0.0.1:8701",
-        value_delimiter = ','
-    )]
-    pub(crate) schedulers: Vec<String>,
 }
 
 #[derive(Args, Debug)]
@@ -273,18 +267,6 @@ pub(crate) struct ExecutorRole {
     pub(crate) executor: ExecutorFlags,
 }
 
-#[derive(Args, Debug)]
-#[command(after_help = "Example: evalgrid api --http 0.0.0.0:8700 --scheduler http://10.0.0.5:8701")]
-pub(crate) struct ApiRole {
-    #[command(flatten)]
-    pub(crate) http: HttpListen,
-    #[command(flatten)]
-    pub(crate) scheduler: SchedulerAddress,
-    /// A cell by name, with all of its schedulers; once for each cell that organizations live in; by default the one of --scheduler. Example: --cell eu=http://10.0.0.5:8701,http://10.0.0.6:8701
-    #[arg(long = "cell", value_name = "NAME=URL", value_delimiter = ',', conflicts_with = "schedulers")]
-    pub(crate) cells: Vec<String>,
-}
-
 /// How a client finds the server, and says who it is.
 #[derive(Args, Debug)]
 pub(crate) struct Client {
@@ -419,49 +401,6 @@ pub(crate) struct Operator {
     pub(crate) admin_token: Option<String>,
     #[command(flatten)]
     pub(crate) data: Data,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Organizations {
-    /// List who lives in a cell, who is on the move, and who has left.
-    #[command(after_help = "Example: evalgrid organizations list")]
-    List {
-        #[command(flatten)]
-        operator: Operator,
-    },
-    /// Move an organization to another cell. A move that was interrupted is begun again with the same command.
-    #[command(after_help = "Example: evalgrid organizations move acme --from http://10.0.0.5:8701 --to http://10.0.1.5:8701")]
-    Move(Box<Move>),
-}
-
-#[derive(Args, Debug)]
-pub(crate) struct Move {
-    /// The organization's slug.
-    pub(crate) slug: String,
-    /// The schedulers of the cell that it leaves. Example: --from http://10.0.0.5:8701,http://10.0.0.6:8701
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8701", value_delimiter = ',')]
-    pub(crate) from: Vec<String>,
-    /// The schedulers of the cell that it moves to; none by default. Example: --to http://10.0.1.5:8701
-    #[arg(long, value_name = "URL", value_delimiter = ',')]
-    pub(crate) to: Vec<String>,
-    /// The admin token of the old cell; by default from --from-token-file. Better given as a variable. Example: EVALGRID_FROM_TOKEN=…
-    #[arg(long, value_name = "TOKEN")]
-    pub(crate) from_token: Option<String>,
-    /// A file that holds it; none by default. Example: --from-token-file /etc/evalgrid/eu-admin-token
-    #[arg(long, value_name = "FILE")]
-    pub(crate) from_token_file: Option<PathBuf>,
-    /// The admin token of the new cell; by default from --to-token-file. Better given as a variable. Example: EVALGRID_TO_TOKEN=…
-    #[arg(long, value_name = "TOKEN")]
-    pub(crate) to_token: Option<String>,
-    /// A file that holds it; none by default. Example: --to-token-file /etc/evalgrid/us-admin-token
-    #[arg(long, value_name = "FILE")]
-    pub(crate) to_token_file: Option<PathBuf>,
-    /// Both cells have the same object store, so nothing is copied; by default every object is. Example: --shared-objects
-    #[arg(long)]
-    pub(crate) shared_objects: bool,
-    /// Call off a move whose organization does not live in the new cell yet; by default it goes on. Example: --abort
-    #[arg(long)]
-    pub(crate) abort: bool,
 }
 
 #[derive(Debug, Subcommand)]
