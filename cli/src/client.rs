@@ -57,10 +57,12 @@ pub(crate) async fn admin(operator: &options::Operator) -> Result<Admin, Failure
         Some(token) => token.clone(),
         None => secret(&operator.data.data.join("admin-token"), "the admin token", "EVALGRID_ADMIN_TOKEN")?,
     };
-    Ok(AdminClient::with_interceptor(
-        connect(&operator.scheduler.schedulers).await?,
-        bearer(&token)?,
-    ))
+    admin_at(&operator.scheduler.schedulers, &token).await
+}
+
+/// As [`admin`], with a token that is known.
+pub(crate) async fn admin_at(schedulers: &[String], token: &str) -> Result<Admin, Failure> {
+    Ok(AdminClient::with_interceptor(connect(schedulers).await?, bearer(token)?))
 }
 
 /// A client for the organizations of a cell, with the operator's token.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
 use evalgrid_executor::ProcessPolicy;
-use evalgrid_proto::v1::{Batch, BatchStatus, CancelBatchRequest, ListBatchesRequest, Run, TrialStatus};
+use evalgrid_proto::v1::{Batch, BatchStatus, CancelBatchRequest, ListBatchesRequest, ListSandboxesRequest, Run, TrialStatus};
 use tokio::{
     sync::watch,
     time::{sleep, timeout},
@@ -89,10 +89,17 @@ async fn clean_up(places: &Places, key: &str) -> Result<(), Failure> {
             let request = CancelBatchRequest { id: batch.id.clone() };
             batches.cancel(request).await.map_err(|status| client::refused(&status))?;
         }
-        while !roles::sandboxes(&places.data).is_empty() {
+        // What has just been asked for is in custody before it is a folder: an empty folder alone proves nothing yet.
+        let token = client::secret(&places.data.join("admin-token"), "the admin token", "EVALGRID_ADMIN_TOKEN")?;
+        let mut admin = client::admin_at(std::slice::from_ref(&places.grpc), &token).await?;
+        loop {
+            let custody = admin.list_sandboxes(ListSandboxesRequest {}).await;
+            let custody = custody.map_err(|status| client::refused_to_operator(&status))?.into_inner();
+            if custody.total == 0 && roles::sandboxes(&places.data).is_empty() {
+                return Ok(());
+            }
             sleep(LOOK_AGAIN).await;
         }
-        Ok(())
     };
     timeout(CLEAN_UP, cancel).await.unwrap_or_else(|_| {
         let left = roles::sandboxes(&places.data).join(", ");
