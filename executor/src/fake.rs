@@ -351,11 +351,11 @@ async fn a_lost_sandbox_is_told_and_cleaned_up() {
 }
 
 #[tokio::test]
-async fn who_is_fenced_says_nothing_and_destroys_nothing() {
+async fn who_is_fenced_says_so_and_destroys_nothing() {
     for step in ["profile.install", "turn.1.agent", "check.0"] {
         assert_eq!(
             misbehave(step, || SandboxError::Fenced { current: 6, ours: 5 }).await,
-            (vec![], vec![]),
+            (vec![AttemptFailureKind::SandboxLost], vec![]),
             "{step}"
         );
     }

@@ -232,6 +232,14 @@ impl Worker {
             }
             Ended::Fenced => {
                 tracing::warn!("a newer attempt has taken over the sandbox");
+                // If there is one, this comes under an old token, and is refused. If there is none, a failover has taken back the attempt that the
+                // sandbox obeys, and it will obey none that is to come: without a word the trial would wait for hours. Whose the sandbox is, only
+                // the scheduler can tell; it asks for its destruction where nobody needs it.
+                self.outbox.push(Fact::Failure(AttemptFailure {
+                    token,
+                    kind: AttemptFailureKind::SandboxLost.into(),
+                    reason: "its sandbox obeys a newer attempt".into(),
+                }));
                 return;
             }
         };

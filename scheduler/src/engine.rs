@@ -131,6 +131,8 @@ pub struct Core {
     scratch: BytesMut,
     now_ms: u64,
     steady_ms: u64,
+    /// The last time, and its steady time, at which the wall clock was not behind.
+    in_step: Option<(u64, u64)>,
 }
 
 impl Core {
@@ -153,6 +155,7 @@ impl Core {
             scratch: BytesMut::new(),
             now_ms: 0,
             steady_ms: 0,
+            in_step: None,
         }
     }
 
@@ -166,13 +169,20 @@ impl Core {
         self.steady_ms
     }
 
-    /// Sets the time of this turn; it never goes back behind an event.
-    pub fn set_time(&mut self, now_ms: u64, steady_ms: u64) {
-        self.now_ms = match faults::active(Fault::TimeGoesBack) {
-            true => now_ms,
-            false => now_ms.max(self.state.last_ms()),
-        };
+    /// Sets the time of this turn. It never goes back behind an event, and it never stands still: where the wall clock has been set back, it
+    /// goes on at half its pace until that catches up. Otherwise a clock that was wrong for a moment would stop every delay for hours.
+    pub fn set_time(&mut self, wall_ms: u64, steady_ms: u64) {
         self.steady_ms = steady_ms;
+        if faults::active(Fault::TimeGoesBack) {
+            self.now_ms = wall_ms;
+            return;
+        }
+        let (since_ms, since_steady_ms) = *self.in_step.get_or_insert((self.state.last_ms(), steady_ms));
+        let slowly = since_ms + steady_ms.saturating_sub(since_steady_ms) / 2;
+        self.now_ms = wall_ms.max(slowly).max(self.state.last_ms());
+        if wall_ms == self.now_ms {
+            self.in_step = Some((wall_ms, steady_ms));
+        }
     }
 
     /// The last sequence of each partition.
@@ -502,4 +512,28 @@ fn end_process(message: &str) -> ! {
     tracing::error!("{message}; the process ends, start it again to recover from the log");
     eprintln!("evalgrid: {message}; the process ends, start it again to recover from the log");
     std::process::exit(70)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_never_goes_back_and_never_stands_still() {
+        let mut core = Core::new(State::default(), Vec::new(), 0);
+        let mut check = |wall_ms, steady_ms, expected| {
+            core.set_time(wall_ms, steady_ms);
+            assert_eq!(core.now_ms(), expected, "at {wall_ms}, {steady_ms}");
+        };
+        check(1_000, 0, 1_000);
+        check(1_500, 500, 1_500);
+        // Ahead by an hour for a moment.
+        check(3_601_500, 501, 3_601_500);
+        check(1_502, 502, 3_601_500);
+        check(1_701, 701, 3_601_600);
+        // As often as one may ask, its pace stays.
+        (702..2_501).for_each(|steady_ms| check(steady_ms + 1_000, steady_ms, 3_601_500 + (steady_ms - 501) / 2));
+        check(3_602_500, 2_501, 3_602_500);
+        check(3_602_600, 2_601, 3_602_600);
+    }
 }

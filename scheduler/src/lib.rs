@@ -38,6 +38,7 @@ pub mod heart {
         replica::{FetchPart, Replica},
         sessions::{MAX_OUTBOUND, Outbound},
         snapshot::save,
+        standby::token_floor,
         timers::tick,
         workers::{greet, hear},
     };

@@ -8,7 +8,7 @@ use evalgrid_proto::{
     v1::ObjectRef,
 };
 use evalgrid_store::{Index, IndexError, Replay, Row, Snapshot, log::BoxError};
-use evalgrid_workflow::{BatchPhase, State};
+use evalgrid_workflow::{Batch, BatchPhase, State};
 use prost::Message as _;
 
 use crate::{archive, engine::Core};
@@ -110,7 +110,8 @@ impl Replica {
     /// anew from the archive.
     pub fn claim_index(&mut self, origin: &str) -> Result<(), BoxError> {
         self.flush()?;
-        if self.index.origin()?.as_deref() == Some(origin) {
+        // One that reflects more than there is knows of what was lost, even where nobody was left to notice the loss.
+        if self.index.origin()?.as_deref() == Some(origin) && self.index.position()? <= self.position {
             return Ok(());
         }
         self.index.reset(origin)?;
@@ -121,7 +122,8 @@ impl Replica {
     /// What an active scheduler goes on with. Nothing is left here.
     pub fn to_core(&mut self) -> Result<Core, IndexError> {
         self.flush()?;
-        let ended = self.state.batches().filter(|batch| batch.phase != BatchPhase::Running);
+        let ended = self.state.batches();
+        let ended = ended.filter(|batch| batch.phase != BatchPhase::Running && !is_archived(batch));
         let ended = ended.map(|batch| batch.id).collect();
         let mut core = Core::new(std::mem::take(&mut self.state), std::mem::take(&mut self.sequences), self.position);
         core.ended = ended;
@@ -157,7 +159,9 @@ impl Replica {
         self.archived = saved.archived;
         self.archive = saved.archive;
         self.rows.clear();
-        self.done.clear();
+        // Archived before the snapshot, and not yet forgotten then: to archive them again would be an event that fits no state.
+        let archived = self.state.batches().filter(|batch| is_archived(batch));
+        self.done = archived.map(|batch| batch.id).collect();
         if self.reflected < snapshot.position {
             self.fill(snapshot.position)?;
         }
@@ -191,4 +195,8 @@ impl Replica {
         self.reflected = position;
         Ok(())
     }
+}
+
+fn is_archived(batch: &Batch) -> bool {
+    matches!(batch.phase, BatchPhase::Ended { manifest: Some(_), .. })
 }

@@ -20,8 +20,17 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(100);
 /// Between two tries while Redis cannot be reached.
 const RETRY: Duration = Duration::from_millis(250);
-/// Tokens of one owner: more than it can give out in a thousand years, so that each epoch has its own.
-const TOKENS_PER_EPOCH_BITS: u32 = 40;
+/// Tokens of one epoch.
+const EPOCH_BITS: u32 = 40;
+/// Tokens of one owner: far more than a failover can take away.
+const OWNER_BITS: u32 = 20;
+
+/// The token above which an owner gives out its own. A failover can take an epoch back, and with it all knowledge of the tokens that were given out
+/// in it; then another owner gets the same epoch. So chance has a part in it: what one has given out, the other does not.
+pub fn token_floor(epoch: u64, chance: u64) -> u64 {
+    let owner = chance >> (u64::BITS - (EPOCH_BITS - OWNER_BITS));
+    (epoch << EPOCH_BITS) | (owner << OWNER_BITS)
+}
 
 /// Where a cell's log is.
 #[derive(Clone, Debug)]
@@ -136,7 +145,7 @@ impl Cell {
         };
         replica.claim_index(&log.history()).map_err(OpenError::Archive)?;
         let mut core = replica.to_core()?;
-        core.state.raise_token_floor(tenure.epoch() << TOKENS_PER_EPOCH_BITS);
+        core.state.raise_token_floor(token_floor(tenure.epoch(), rand::random()));
         tracing::info!(
             epoch = tenure.epoch(),
             position = core.position(),

@@ -118,9 +118,15 @@ pub fn listed_sandboxes(state: &State, worker_id: &str, listing: Listing<'_>, no
 
 /// As [`listed_sandboxes`], for the folder that a greeting tells of.
 pub fn hello_sandboxes(state: &State, hello: &v1::Hello, now_ms: u64) -> Vec<Event> {
+    // An attempt that the worker still holds may be making its sandbox just now, after the folder was read: even where its lease has ended,
+    // which it does not know yet.
+    let custody = state.custody().filter(|(_, sandbox)| sandbox.worker_id == hello.worker_id);
+    let making = custody.filter(|(name, sandbox)| hello.held.iter().any(|token| sandbox_name(sandbox.trial, *token) == *name));
+    let making = making.map(|(name, _)| name.to_owned());
+    let names: Vec<String> = hello.sandboxes.iter().cloned().chain(making).collect();
     let listing = Listing::Folder {
         boot_id: &hello.boot_id,
-        names: &hello.sandboxes,
+        names: &names,
     };
     listed_sandboxes(state, &hello.worker_id, listing, now_ms)
 }

@@ -43,6 +43,29 @@ fn only_a_list_that_proves_absence_closes_custody() {
 }
 
 #[test]
+fn a_sandbox_that_an_attempt_may_be_making_is_not_gone() {
+    let mut cell = Cell::new(1);
+    let organization = cell.organization(0);
+    cell.start(organization, SMALL);
+    let (_, token) = cell.lease("w").unwrap();
+    cell.pass("w", token);
+    let check = |what: &str, held: &[u64], boot_id: &str, gone: usize| {
+        let hello = v1::Hello {
+            worker_id: "w".into(),
+            boot_id: boot_id.into(),
+            held: held.to_vec(),
+            ..v1::Hello::default()
+        };
+        let events = decide::hello_sandboxes(&cell.state, &hello, cell.now_ms);
+        assert_eq!(events.len(), gone, "{what}");
+    };
+    check("its worker does not know yet that its lease has ended", &[token], "boot", 0);
+    check("its worker has never had it, or is done with it", &[], "boot", 1);
+    check("it holds another one", &[token + 1], "boot", 1);
+    check("it cannot outlive its boot", &[token], "later", 1);
+}
+
+#[test]
 fn a_sandbox_under_a_lease_is_left_alone() {
     let mut cell = Cell::new(1);
     let organization = cell.organization(0);
