@@ -28,11 +28,7 @@ pub(crate) struct Cell {
 impl Cell {
     pub(crate) fn new(name: &str, addresses: &[String]) -> Result<Cell, AddressError> {
         let schedulers = Schedulers::new(addresses, |endpoint| {
-            endpoint
-                .connect_timeout(limits::CONNECT_DEADLINE)
-                .http2_keep_alive_interval(limits::KEEP_ALIVE)
-                .keep_alive_while_idle(true)
-                .http2_adaptive_window(true)
+            endpoint.connect_timeout(limits::CONNECT_DEADLINE).http2_adaptive_window(true)
         })?;
         Ok(Cell {
             name: name.to_owned(),

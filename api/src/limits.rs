@@ -29,7 +29,7 @@ pub const AUTHORIZATION: usize = 8 << 10;
 
 /// Until a connection to the scheduler stands.
 pub const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
-/// Pings on a quiet connection to the scheduler, so that one that died without a word is noticed.
+/// Pings on a caller's quiet HTTP/2 connection, so that one that died without a word is noticed.
 pub const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// A cell's answer whether it knows a key: a little longer than a failover is waited for.
 pub const HOME_DEADLINE: Duration = Duration::from_secs(6);

@@ -333,3 +333,31 @@ async fn shutdown_lets_requests_finish_and_takes_no_more() {
     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     assert!(answer.to_lowercase().contains("connection: close"), "{answer}");
 }
+
+/// catalogue 54: connections that say nothing, or stop in the middle of a word, are cut at the end of the grace.
+#[tokio::test]
+async fn shutdown_waits_for_no_silent_connection() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let schedulers = vec!["http://127.0.0.1:1".to_owned()];
+    let serving = tokio::spawn(evalgrid_api::serve(
+        listener,
+        evalgrid_api::ApiOptions::one_cell(schedulers),
+        stopped,
+    ));
+    let head = "POST /v1/auth.whoami HTTP/1.1\r\nhost: x\r\nauthorization: Bearer x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n";
+    let mut connections = Vec::new();
+    for words in ["", "POST /v1/auth.wh", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", head] {
+        let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
+        connection.write_all(words.as_bytes()).await.unwrap();
+        connections.push(connection);
+    }
+    // The last one has been taken in: its handler waits for the body.
+    let mut continued = [0; 25];
+    connections[3].read_exact(&mut continued).await.unwrap();
+    stop.send(true).unwrap();
+    // The grace is ten seconds; the rest is the machine's.
+    let ended = tokio::time::timeout(std::time::Duration::from_secs(16), serving).await;
+    ended.unwrap().unwrap().unwrap();
+}

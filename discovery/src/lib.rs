@@ -30,6 +30,10 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(1);
 /// Between two questions to the same scheduler, by chance within these milliseconds: short enough to find a new active one at once, and spread
 /// so that everybody who lost the old one does not ask in the same instant.
 const PAUSE_MS: std::ops::RangeInclusive<u64> = 50..=250;
+/// A quiet connection is asked this often whether it still lives: idle ones die in NATs after a minute, and a machine that is gone says nothing.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How long the other side may take to answer that.
+const KEEP_ALIVE_DEADLINE: Duration = Duration::from_secs(10);
 /// A cell has one active scheduler and a few standbys; a longer list is a mistake.
 const MAX_ADDRESSES: usize = 16;
 
@@ -189,6 +193,11 @@ impl Schedulers {
 fn endpoint(address: &str) -> Result<Endpoint, AddressError> {
     let invalid = || AddressError::Invalid(address.to_owned());
     let endpoint = Endpoint::from_shared(address.to_owned()).map_err(|_| invalid())?;
+    // Here, so that nobody who speaks to a scheduler can leave it out.
+    let endpoint = endpoint
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE_DEADLINE)
+        .keep_alive_while_idle(true);
     let uri = endpoint.uri();
     match uri.scheme_str() == Some("http") && uri.host().is_some_and(|host| !host.is_empty()) {
         true => Ok(endpoint),

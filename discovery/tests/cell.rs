@@ -17,7 +17,7 @@ use evalgrid_proto::v1::{
     auth_server::{Auth, AuthServer},
 };
 use tokio::{
-    io::AsyncReadExt as _,
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpListener,
     runtime::Runtime,
     time::{Instant, sleep},
@@ -194,6 +194,7 @@ async fn the_one_that_serves_is_found_wherever_it_stands() {
     }
 }
 
+/// catalogue 5: who serves is asked, not remembered.
 #[tokio::test]
 async fn a_failover_is_followed() {
     let (mut a, b) = (Fake::active("a").await, Fake::standby("b").await);
@@ -266,6 +267,7 @@ async fn a_hint_to_a_stranger_is_ignored() {
     assert_eq!(stranger.calls(), 0);
 }
 
+/// catalogue 52: an answer that never comes has a deadline.
 #[tokio::test]
 async fn one_that_says_nothing_keeps_nobody_waiting() {
     let hole = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -340,4 +342,57 @@ async fn addresses_are_checked() {
     check(&["/socket"], invalid("/socket"));
     let many: Vec<_> = (0..17).map(|port| format!("http://a:{port}")).collect();
     check(&many.iter().map(String::as_str).collect::<Vec<_>>(), Err(AddressError::TooMany(17)));
+}
+
+/// Stands between a client and `to`, and counts the pings that the client sends of its own accord.
+async fn pings_through(to: SocketAddr, pings: Arc<AtomicUsize>) -> SocketAddr {
+    const PREFACE: usize = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".len();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        let (client, _) = listener.accept().await.unwrap();
+        let server = tokio::net::TcpStream::connect(to).await.unwrap();
+        let ((mut from_client, mut to_client), (mut from_server, mut to_server)) = (client.into_split(), server.into_split());
+        tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut to_client).await });
+        let mut preface = [0; PREFACE];
+        from_client.read_exact(&mut preface).await.unwrap();
+        to_server.write_all(&preface).await.unwrap();
+        loop {
+            // Length, kind, flags, stream: nine bytes before each frame. A ping is of kind 6, an answer to one has flag 1.
+            let mut head = [0; 9];
+            if from_client.read_exact(&mut head).await.is_err() {
+                return;
+            }
+            let mut rest = vec![0; usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2])];
+            from_client.read_exact(&mut rest).await.unwrap();
+            if head[3] == 6 && head[4] & 1 == 0 {
+                pings.fetch_add(1, Ordering::SeqCst);
+            }
+            to_server.write_all(&[&head[..], &rest].concat()).await.unwrap();
+        }
+    });
+    address
+}
+
+/// catalogue 55: whoever speaks to a scheduler asks a quiet connection whether it still lives, also while no call is open.
+#[tokio::test]
+async fn a_quiet_connection_is_asked_whether_it_lives() {
+    let active = Fake::active("active").await;
+    let pings = Arc::new(AtomicUsize::new(0));
+    let address = pings_through(active.address, pings.clone()).await;
+    // The caller tunes something else, and cannot leave this out.
+    let schedulers = Schedulers::new(&[format!("http://{address}")], |endpoint| endpoint.tcp_nodelay(true)).unwrap();
+    AuthClient::new(Routed::new(schedulers.clone()))
+        .whoami(WhoamiRequest {})
+        .await
+        .unwrap();
+    // hyper measures the window with pings of its own while there is traffic; from here on there is none.
+    sleep(Duration::from_millis(300)).await;
+    let before = pings.load(Ordering::SeqCst);
+    let asked = async {
+        while pings.load(Ordering::SeqCst) == before {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(15), asked).await.unwrap();
 }

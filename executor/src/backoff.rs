@@ -52,4 +52,22 @@ mod tests {
         pauses.reset();
         assert!(pauses.next() <= first * 2);
     }
+
+    /// catalogue 43: workers that lost the same scheduler in the same moment do not ask again in the same moments.
+    #[test]
+    fn pauses_differ_from_worker_to_worker() {
+        for tries in [1, 4, 7] {
+            let nth = |_| {
+                let mut pauses = Pauses::new(Duration::from_millis(100), Duration::from_secs(2));
+                (0..tries).map(|_| pauses.next()).last().unwrap_or_default()
+            };
+            let mut waits: Vec<Duration> = (0..200).map(nth).collect();
+            waits.sort_unstable();
+            let (first, last) = (waits[0], waits[199]);
+            // By chance between a half and one and a half: 200 of them fill most of that.
+            assert!(last - first > (first + last) / 3, "try {tries}: from {first:?} to {last:?}");
+            let middle = waits[149] - waits[50];
+            assert!(middle > (last - first) / 4, "try {tries}: half of them within {middle:?}");
+        }
+    }
 }

@@ -21,10 +21,6 @@ use crate::worker::Worker;
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 /// A TCP connection, within the above.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
-/// Idle connections die in NATs after a minute; this also finds a dead peer.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// How long the peer may take to answer that.
-const KEEP_ALIVE_DEADLINE: Duration = Duration::from_secs(10);
 /// Messages on their way into the stream; more wait in the outbox, where they can be grouped.
 const STREAM_QUEUE: usize = 4;
 /// A lease with all its recorded steps: 50 turns of at most 64 KiB each.
@@ -54,14 +50,7 @@ pub enum AddressError {
 impl Client {
     /// Connects when first used, and again whenever it must: to whichever of `schedulers` is the active one then.
     pub(crate) fn new(schedulers: &[String], token: &str) -> Result<Self, AddressError> {
-        let tune = |endpoint: Endpoint| {
-            endpoint
-                .connect_timeout(CONNECT_DEADLINE)
-                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-                .keep_alive_timeout(KEEP_ALIVE_DEADLINE)
-                .keep_alive_while_idle(true)
-                .tcp_nodelay(true)
-        };
+        let tune = |endpoint: Endpoint| endpoint.connect_timeout(CONNECT_DEADLINE).tcp_nodelay(true);
         let schedulers = Schedulers::new(schedulers, tune)?;
         let mut authorization: MetadataValue<Ascii> = format!("Bearer {token}").parse().map_err(|_| AddressError::Token)?;
         authorization.set_sensitive(true);

@@ -17,6 +17,8 @@ const ACTIVE: &str = "evalgrid-active";
 #[derive(Clone)]
 pub struct Gate {
     door: watch::Sender<Door>,
+    /// The log of the open door's term takes nothing.
+    stalled: watch::Sender<bool>,
     health: HealthReporter,
 }
 
@@ -36,7 +38,11 @@ impl Gate {
             .register_encoded_file_descriptor_set(evalgrid_proto::DESCRIPTORS)
             .build_v1()?;
         let (door, _) = watch::channel(Door::Closed(None));
-        let gate = Gate { door, health };
+        let gate = Gate {
+            door,
+            stalled: watch::Sender::new(false),
+            health,
+        };
         gate.tell(ServingStatus::NotServing).await;
         let through = gate.clone();
         let router = Routes::new(health_service)
@@ -48,6 +54,7 @@ impl Gate {
 
     /// Lets calls through.
     pub async fn open(&self, services: Routes) {
+        self.stalled.send_replace(false);
         self.door.send_replace(Door::Open(services.prepare().into_axum_router()));
         self.tell(ServingStatus::Serving).await;
     }
@@ -69,6 +76,16 @@ impl Gate {
         });
     }
 
+    /// While the log takes nothing, nothing can be answered: new calls are refused, and those that wait are told that they wait in vain.
+    pub async fn stall(&self, stalled: bool) {
+        self.stalled.send_replace(stalled);
+        self.tell(match stalled {
+            true => ServingStatus::NotServing,
+            false => ServingStatus::Serving,
+        })
+        .await;
+    }
+
     async fn tell(&self, status: ServingStatus) {
         self.health.set_service_status("", status).await;
         let names = [
@@ -81,21 +98,37 @@ impl Gate {
     }
 
     async fn pass(self, request: Request) -> Response {
-        let door = self.door.borrow().clone();
-        match door {
-            Door::Open(services) => match services.oneshot(request).await {
-                Ok(response) => response,
-                Err(never) => match never {},
-            },
-            Door::Closed(active) => {
-                let mut status = Status::unavailable("this scheduler is a standby; ask the active one of its cell");
-                let active = active.and_then(|address| address.parse().ok());
-                status
-                    .metadata_mut()
-                    .insert(ACTIVE, active.unwrap_or(MetadataValue::from_static("")));
-                let (parts, ()) = status.into_http::<()>().into_parts();
-                Response::from_parts(parts, axum::body::Body::new(Body::empty()))
-            }
+        let mut stalled = self.stalled.subscribe();
+        let services = match self.door.borrow().clone() {
+            Door::Open(services) => services,
+            Door::Closed(active) => return untouched("this scheduler is a standby; ask the active one of its cell", active),
+        };
+        if *stalled.borrow() {
+            return untouched(
+                "the scheduler's log takes nothing at the moment, so nothing was done; try again later",
+                None,
+            );
+        }
+        tokio::select! {
+            Ok(response) = services.oneshot(request) => response,
+            _ = stalled.wait_for(|stalled| *stalled) => refusal(Status::unavailable(
+                "the scheduler's log takes nothing at the moment; whether this was done is not known: try again later, with the same idempotency key",
+            )),
         }
     }
+}
+
+/// Nothing was done.
+fn untouched(why: &str, active: Option<String>) -> Response {
+    let mut status = Status::unavailable(why);
+    let active = active.and_then(|address| address.parse().ok());
+    status
+        .metadata_mut()
+        .insert(ACTIVE, active.unwrap_or(MetadataValue::from_static("")));
+    refusal(status)
+}
+
+fn refusal(status: Status) -> Response {
+    let (parts, ()) = status.into_http::<()>().into_parts();
+    Response::from_parts(parts, axum::body::Body::new(Body::empty()))
 }

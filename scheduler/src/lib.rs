@@ -11,6 +11,8 @@ mod clients;
 pub mod clock;
 mod dispatch;
 mod engine;
+#[cfg(test)]
+mod failure_tests;
 mod folder;
 mod gate;
 mod organizations;
@@ -22,6 +24,7 @@ mod replica;
 mod runner;
 mod sessions;
 mod snapshot;
+mod stall;
 mod standby;
 mod starts;
 mod term;
@@ -71,6 +74,11 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 /// A snapshot per this many bytes of log: what a start has to read at most, beside the snapshot, and a second's work at full load.
 pub const SNAPSHOT_BYTES: u64 = 64 * 1024 * 1024;
+
+/// A heartbeat takes milliseconds, on a busy machine a few tens of them.
+pub const MIN_LEASE: Duration = Duration::from_millis(100);
+/// Workers believe in no longer one; trials of a machine that is gone should not wait for longer either.
+pub const MAX_LEASE: Duration = Duration::from_secs(3600);
 
 /// How a scheduler is set up.
 #[derive(Clone, Debug)]
@@ -140,6 +148,9 @@ impl Scheduler {
     /// Opens the data folder and recovers; on the very first start it creates the organization `default` and its key. With a log in Redis it
     /// connects, and does the rest once it is the active scheduler.
     pub async fn open(options: SchedulerOptions) -> Result<Scheduler, OpenError> {
+        if !(MIN_LEASE..=MAX_LEASE).contains(&options.lease) {
+            return Err(OpenError::Lease(options.lease));
+        }
         let support = recovery::support(&options.sandbox_map)?;
         let world = Machine::shared();
         let folder = Folder::open(&options.data, &options.tokens, world.as_ref())?;

@@ -105,17 +105,17 @@ impl OrganizationsService {
     async fn take(&self, batches: Vec<BatchArchived>) -> Result<(), Status> {
         let reader = self.reader.clone();
         let taken = tokio::spawn(async move {
-            let _filing = reader.filing.lock().await;
-            let rows: Vec<_> = batches.iter().filter_map(archive::row).collect();
+            let mut unfiled = reader.filing.lock().await;
+            let rows: Vec<_> = batches.iter().filter_map(archive::Unfiled::of).collect();
             let ((), position) = reader.engine.turn(|core: &mut Core| {
                 let now_ms = core.now_ms();
                 let events = batches.into_iter().map(|batch| decide::event(now_ms, Kind::BatchImported(batch)));
                 core.commit_all(events);
             });
+            unfiled.extend(rows);
             reader.engine.durable(position).await.map_err(|_| stopping())?;
             loop {
-                let (index, rows) = (reader.index.clone(), rows.clone());
-                match blocking(move || index.apply(position, &rows)).await {
+                match archive::file(&reader, &mut unfiled, position).await {
                     Ok(()) => return Ok(()),
                     Err(status) => tracing::warn!("moved batches are not in the index yet: {}", status.message()),
                 }

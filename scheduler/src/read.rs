@@ -12,7 +12,7 @@ use evalgrid_workflow::view;
 use prost::Message as _;
 use tonic::Status;
 
-use crate::{auth::stopping, chunks, engine::Engine};
+use crate::{archive::Unfiled, auth::stopping, chunks, engine::Engine};
 
 /// The row of an archived batch: newest first under its organization.
 pub fn row_key(organization: &OrgId, batch: &BatchId) -> Vec<u8> {
@@ -37,8 +37,8 @@ pub struct Reader {
     pub index: Arc<dyn Index>,
     /// Their results.
     pub objects: Arc<dyn Objects>,
-    /// Held from the event of an archived batch to its row: rows enter the index in the order of the log.
-    pub filing: Arc<tokio::sync::Mutex<()>>,
+    /// What is not in the index yet. Locked from the event of an archived batch to its row: rows enter the index in the order of the log.
+    pub filing: Arc<tokio::sync::Mutex<Vec<Unfiled>>>,
 }
 
 impl Reader {
@@ -54,7 +54,10 @@ impl Reader {
         let not_found = || Status::not_found(format!("there is no batch with the id {id}"));
         let key = row_key(organization, id);
         let index = self.index.clone();
-        let row = blocking(move || index.get(&key)).await?.ok_or_else(not_found)?;
+        let Some(row) = blocking(move || index.get(&key)).await? else {
+            self.still_active().await?;
+            return Err(not_found());
+        };
         let manifest = BatchArchived::decode(row.as_slice())
             .ok()
             .and_then(|archived| archived.manifest)
@@ -81,6 +84,12 @@ impl Reader {
                 .retain(|candidate| candidate.id == evalgrid_domain::ids::RunId { batch: *id, run }.to_string());
         }
         Ok(batch)
+    }
+
+    /// What the index lacks is not there only as long as this is the active scheduler: one that has been deposed since memory was asked may have
+    /// begun to follow another, and to make its index anew.
+    async fn still_active(&self) -> Result<(), Status> {
+        self.engine.durable(0).await.map_err(|_| stopping())
     }
 
     /// A page of an organization's batches, newest first.
@@ -113,6 +122,7 @@ impl Reader {
         let after_key = after.map(|after| row_key(organization, &after));
         let index = self.index.clone();
         let rows = blocking(move || index.scan(&prefix, after_key.as_deref(), limit + 1)).await?;
+        self.still_active().await?;
         for (_, row) in rows {
             let summary = BatchArchived::decode(row.as_slice()).ok().and_then(|archived| archived.summary);
             if let Some((id, summary)) = summary.and_then(|summary| Some((summary.id.parse().ok()?, summary))) {

@@ -19,6 +19,7 @@ use evalgrid_store::{
 use evalgrid_workflow::BatchPhase;
 
 use crate::{
+    MAX_LEASE, MIN_LEASE,
     engine::Core,
     folder::FolderError,
     replica::{FetchPart, Replica},
@@ -52,6 +53,9 @@ pub enum OpenError {
     /// Something that all schedulers of a cell must share was not named.
     #[error("{0}")]
     NotShared(&'static str),
+    /// The lease.
+    #[error("a lease of {0:?} cannot be kept by heartbeats: use one from {MIN_LEASE:?} to {MAX_LEASE:?}")]
+    Lease(Duration),
     /// The map of sandbox names.
     #[error("the sandbox map: {0:?} is no sandbox; known are {1}")]
     Sandbox(String, String),

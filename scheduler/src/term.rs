@@ -24,7 +24,7 @@ use crate::{
     organizations::OrganizationsService,
     read::Reader,
     runner::RunnerService,
-    snapshot,
+    snapshot, stall,
     starts::Admission,
     timers,
     workers::WorkersService,
@@ -131,6 +131,7 @@ impl Term {
             .await;
         let archiver = tokio::spawn(archive::archive_loop(reader.clone(), stopping.clone()));
         let snapshots = tokio::spawn(snapshot::snapshot_loop(reader, options.snapshot_bytes, stopping.clone()));
+        let stalls = tokio::spawn(stall::watch(engine.clone(), gate.clone(), stopping.clone()));
         let timers = tokio::spawn(timers::timer_loop(
             engine.clone(),
             variables,
@@ -140,11 +141,14 @@ impl Term {
         ));
         let ended = self::ended(&engine, tenure.as_ref(), shutdown).await;
         stop.send_replace(true);
-        match ended {
+        // Before the gate closes: it must not be told of this term any more.
+        let _ = stalls.await;
+        if ended == Ended::Stopped {
             // Open calls may still be answered.
-            Ended::Stopped => until(drained).await,
-            Ended::SteppedDown => gate.close(None).await,
+            until(drained).await;
         }
+        // Connections may outlive this: nobody finds this term's services through them any more, and what these hold is free.
+        gate.close(None).await;
         timers.abort();
         // Whatever they do not get done is done at the next start.
         let _ = tokio::time::timeout(DRAIN_DEADLINE, async { tokio::join!(archiver, snapshots) }).await;

@@ -25,6 +25,8 @@ use crate::{
 
 /// A worker that says nothing after connecting is not one.
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+/// Two may be lost, and the third still comes in time; a lease shorter than three of them would be a coin that is tossed.
+pub const HEARTBEATS_PER_LEASE: u64 = 5;
 /// An object's stream that stalls this long is cut.
 const OBJECT_DEADLINE: Duration = Duration::from_secs(120);
 /// Longest worker id, incarnation, boot id or provider name.
@@ -155,7 +157,7 @@ pub fn greet(
 ) -> u64 {
     let welcome = v1::Welcome {
         lease_ms,
-        heartbeat_ms: lease_ms / 5,
+        heartbeat_ms: lease_ms / HEARTBEATS_PER_LEASE,
     };
     let now_ms = core.now_ms();
     let steady_ms = core.steady_ms();
@@ -208,9 +210,12 @@ pub fn hear(
 fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance: &mut Chance, variables: &Variables) {
     let now_ms = core.now_ms();
     let mut stale = Vec::new();
-    let mut refuse = |token: u64, refusal: Refusal| {
+    let mut refuse = |core: &mut Core, token: u64, refusal: Refusal| {
         if refusal != Refusal::Stale {
             tracing::error!(worker_id, token, "a worker's report is refused: {refusal}");
+            // The worker lets go of it, and would be refused again the next time: nothing is gained by waiting.
+            let end = decide::unacceptable(&core.state, worker_id, token, &refusal, now_ms);
+            core.commit_all(end);
         }
         if !stale.contains(&token) {
             stale.push(token);
@@ -220,27 +225,21 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
         let token = step.token;
         match decide::step(&core.state, worker_id, step, now_ms) {
             Ok(event) => core.commit_all(event),
-            Err(refusal) => {
-                // It would wait for hours: what it has to say next has no room either.
-                if let Refusal::Full(full) = &refusal {
-                    core.commit_all(decide::overgrown(&core.state, worker_id, token, full, now_ms));
-                }
-                refuse(token, refusal);
-            }
+            Err(refusal) => refuse(core, token, refusal),
         }
     }
     for result in report.results {
         let Some(outcome) = result.outcome else { continue };
         match decide::result(&core.state, worker_id, result.token, outcome, now_ms) {
             Ok(event) => core.commit_settled(event),
-            Err(refusal) => refuse(result.token, refusal),
+            Err(refusal) => refuse(core, result.token, refusal),
         }
     }
     for failure in report.failures {
         tracing::info!(worker_id, token = failure.token, kind = ?failure.kind(), reason = failure.reason, "an attempt has failed");
         match decide::attempt_failed(&core.state, worker_id, &failure, chance, now_ms) {
             Ok(event) => core.commit_all(event),
-            Err(refusal) => refuse(failure.token, refusal),
+            Err(refusal) => refuse(core, failure.token, refusal),
         }
     }
     for throttled in report.throttled {
@@ -248,7 +247,7 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
         tracing::info!(worker_id, token, model_key, "a model's provider has refused");
         match decide::throttled(&core.state, worker_id, &throttled, chance, now_ms) {
             Ok(event) => core.commit(event),
-            Err(refusal) => refuse(token, refusal),
+            Err(refusal) => refuse(core, token, refusal),
         }
     }
     for created in report.created {

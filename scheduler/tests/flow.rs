@@ -108,10 +108,14 @@ async fn a_refused_trial_gives_its_slot_back_and_keeps_its_sandbox() {
     assert_eq!(again.steps.len(), 1);
     let refused = worker.report(throttled(again.token, "command/another")).await;
     assert_eq!(refused.stale, [again.token], "not the key of this lease");
-    worker.pass(&again).await;
     let batch = client.ended(&id).await;
     let trial = &batch.runs[0].trials[0];
     assert_eq!((trial.attempts, trial.lost_attempts.len()), (1, 0), "no attempt was lost");
+    let failure = trial.outcome.as_ref().and_then(|outcome| outcome.failure.as_deref());
+    assert!(
+        failure.is_some_and(|text| text.contains("not the model key")),
+        "who says so would say it again: {failure:?}"
+    );
     server.stop().await;
 }
 

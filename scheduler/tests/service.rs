@@ -64,6 +64,7 @@ async fn a_batch_runs_is_archived_and_is_read_back_after_a_restart() {
     server.stop().await;
 }
 
+/// catalogue 13, 19: a dead process's trials are adopted under a new token, and the old one writes nothing.
 #[tokio::test]
 async fn an_old_token_records_nothing_and_the_trial_goes_on_where_it_stood() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,6 +101,7 @@ async fn an_old_token_records_nothing_and_the_trial_goes_on_where_it_stood() {
     server.stop().await;
 }
 
+/// catalogue 23, 27: a restart takes nothing from a process that still works; only another process of the same worker ends its leases.
 #[tokio::test]
 async fn a_lease_survives_the_scheduler() {
     let folder = tempfile::tempdir().unwrap();

@@ -46,6 +46,7 @@ fn a_lost_connection_neither_loses_nor_doubles_a_group() {
     }
 }
 
+/// catalogue 46: a refusal that passes ends no loop. catalogue 52: every call has an end of its own.
 #[test]
 fn a_server_that_stalls_or_forgets_is_waited_for() {
     let server = Server::start(&[]);
@@ -70,6 +71,16 @@ fn a_server_that_stalls_or_forgets_is_waited_for() {
             call(words);
         }
     };
+    // Somebody's script that does not end: all others are told BUSY.
+    call(&["CONFIG", "SET", "lua-time-limit", "20"]);
+    std::thread::scope(|scope| {
+        scope.spawn(|| call(&["EVAL", "while true do end", "0"]));
+        wait_for("the server to be busy", || {
+            let answer = server.try_call::<String>(&["PING"]);
+            answer.is_err_and(|error| error.code() == Some("BUSY")).then_some(())
+        });
+        check_append(&server, &mut owned, || {}, later(&["SCRIPT", "KILL"]));
+    });
     // Out of memory, and a server that is demoted and promoted again.
     check_append(
         &server,
@@ -86,6 +97,7 @@ fn a_server_that_stalls_or_forgets_is_waited_for() {
     assert!(owned.tenure.holds());
 }
 
+/// catalogue 53: tries go on, with pauses between them, for as long as the patience lasts.
 #[test]
 fn random_faults_neither_lose_nor_double_a_group() {
     let seeds: Vec<u64> = match std::env::var_os("EVALGRID_LONG") {
@@ -156,6 +168,7 @@ fn what_was_acknowledged_survives_kill_9() {
     }
 }
 
+/// catalogue 13: taken over means fenced off.
 #[test]
 fn an_old_owner_writes_nothing() {
     let server = Server::start(&[]);
@@ -192,6 +205,7 @@ fn an_old_owner_writes_nothing() {
     assert_eq!(server.call::<u64>(&["XLEN", "evalgrid:{cell}:log"]), 2);
 }
 
+/// catalogue 5: a standby looks again and again whether somebody owns the cell. catalogue 13: it takes over what the dead one had.
 #[test]
 fn a_dead_owner_is_followed_soon_and_one_that_hands_over_at_once() {
     let server = Server::start(&[]);

@@ -195,10 +195,10 @@ pub fn room_for_key(state: &State, slug: &str) -> Result<(), limits::Full> {
     }
 }
 
-/// A trial whose records have grown as far as they may cannot go on, and is void.
-pub fn overgrown(state: &State, worker_id: &str, token: u64, full: &limits::Full, now_ms: u64) -> Option<Event> {
+/// A trial of which something is reported that cannot be recorded cannot go on, and is void: every later attempt would report it again.
+pub fn unacceptable(state: &State, worker_id: &str, token: u64, refusal: &Refusal, now_ms: u64) -> Option<Event> {
     let key = lease_of(state, worker_id, token).ok()?;
-    let text = outcome::failure_text(&format!("The trial could not go on: {full}"));
+    let text = outcome::failure_text(&format!("The trial could not go on: {refusal}"));
     Some(settled(key, token, void(&text, state.trial(key)), now_ms))
 }
 

@@ -245,6 +245,8 @@ impl State {
             // A sandbox in which nothing had been recorded yet cost the trial nothing.
             if !trial.steps.is_empty() || !reason.is_empty() {
                 trial.lost.push(reason.to_owned());
+                // The next attempt gets its whole time. Lost ones are few, so this ends.
+                trial.progress_ms = at_ms;
             }
             trial.sandbox = None;
             trial.steps.clear();

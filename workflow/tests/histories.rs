@@ -666,6 +666,8 @@ fn run(seed: u64) {
     check_log(&world.log);
 }
 
+/// catalogue 1: who waits is in the log, so a replay finds everybody. catalogue 11: every prefix recovers. catalogue 17: every batch ends.
+/// catalogue 39, 40: in every state the holders of every limit are those who live.
 #[test]
 fn random_histories_keep_every_promise() {
     if let Ok(seed) = std::env::var("EVALGRID_SEED") {
@@ -857,6 +859,7 @@ fn check_ins_are_recorded_often_enough_for_the_six_hour_rule() {
     assert_eq!(world.log.len() - before, 48, "one record per half hour");
 }
 
+/// catalogue 37: early, and with a name.
 #[test]
 fn what_grows_is_warned_of_once_and_refused_when_full() {
     let (mut world, ..) = one_batch(false, false);
@@ -892,7 +895,8 @@ fn what_grows_is_warned_of_once_and_refused_when_full() {
     assert!(bytes <= full.0.limit && bytes + 20_000 > full.0.limit);
     assert_eq!(warned.len(), 1, "{warned:?}");
     assert_eq!((warned[0].growth, warned[0].whose.clone()), (full.0, Some(key.id().to_string())));
-    let void = decide::overgrown(&world.state, "alpha", 1, &full, world.now_ms).unwrap();
+    let refusal = decide::Refusal::Full(full);
+    let void = decide::unacceptable(&world.state, "alpha", 1, &refusal, world.now_ms).unwrap();
     world.commit_all([void]);
     let failure = world.state.trial(key).unwrap().outcome().unwrap().failure.clone().unwrap();
     assert!(failure.contains("that is the limit; split the case"), "{failure}");

@@ -8,6 +8,7 @@ use evalgrid_workflow::{decide, view};
 use support::{Cell, SMALL, Shape};
 
 /// catalogue 34, 35: after a bounded number of leases it ends, with the reason. catalogue 36: a worker that dies without a word counts.
+/// catalogue 4: the count is shown while it grows.
 #[test]
 fn a_poisonous_trial_ends_after_a_bounded_number_of_leases() {
     let mut cell = Cell::new(1);

@@ -289,3 +289,35 @@ fn move_aside(dir: &Path) -> io::Result<PathBuf> {
     disk::sync_dir(disk::parent_of(dir))?;
     Ok(moved_to)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// catalogue 60: sled needs memory and disk for each tree and for its cache, so there is one tree, and its cache is small; rows by the ten
+    /// thousand take a small multiple of their bytes.
+    #[test]
+    fn one_tree_and_a_small_cache() {
+        let dir = tempfile::tempdir().unwrap();
+        let (index, _) = SledIndex::open(&dir.path().join("index")).unwrap();
+        let (rows, bytes) = (20_000u64, 300);
+        for position in 1..=rows / 100 {
+            let batch: Vec<Row> = (0..100)
+                .map(|number| {
+                    (
+                        format!("b/{:08}", position * 100 + number).into_bytes(),
+                        Some(vec![number as u8; bytes]),
+                    )
+                })
+                .collect();
+            index.apply(position, &batch).unwrap();
+        }
+        index.sync().unwrap();
+        assert_eq!(index.db.tree_names().len(), 1);
+        let stored = rows * bytes as u64;
+        let used = index.db.size_on_disk().unwrap();
+        assert!(used < 10 * stored, "{used} bytes on the disk for {stored}");
+        const { assert!(CACHE_BYTES <= 64 * 1024 * 1024) };
+    }
+}

@@ -195,3 +195,55 @@ if ARGV[5] ~= '' then redis.call('UNLINK', KEYS[4]) end
 return 1
 "
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// catalogue 47: Redis serves nobody else while a script runs, so none may do work that grows with what is stored.
+    #[test]
+    fn every_script_does_bounded_work() {
+        let scripts = [
+            ("APPEND", &APPEND),
+            ("TAKE", &TAKE),
+            ("RENEW", &RENEW),
+            ("RELEASE", &RELEASE),
+            ("READ", &READ),
+            ("PROBE", &PROBE),
+            ("NEW_HISTORY", &NEW_HISTORY),
+            ("CUT", &CUT),
+            ("SNAPSHOT_BEGIN", &SNAPSHOT_BEGIN),
+            ("SNAPSHOT_CHUNK", &SNAPSHOT_CHUNK),
+            ("SNAPSHOT_END", &SNAPSHOT_END),
+        ];
+        let defined = include_str!("scripts.rs").lines().filter(|line| line.trim() == "script!(").count();
+        assert_eq!(defined, scripts.len(), "a script is missing in this list");
+        // What costs the same however much is stored; UNLINK frees elsewhere.
+        let constant = [
+            "HMGET", "HGET", "HSET", "HDEL", "HLEN", "HINCRBY", "GET", "SET", "DEL", "EXISTS", "PEXPIRE", "XADD", "UNLINK",
+        ];
+        for (name, script) in scripts {
+            for call in script.text.split("redis.call(").skip(1) {
+                let arguments = call.split(')').next().unwrap_or_default();
+                let command = arguments.split('\'').nth(1).unwrap_or_default();
+                let bounded = match command {
+                    // One entry, by a count or by its id.
+                    "XRANGE" => arguments.contains("'COUNT', 1") || arguments.ends_with("id, id"),
+                    "XTRIM" => call.contains("'LIMIT', ARGV"),
+                    _ => constant.contains(&command),
+                };
+                assert!(bounded, "{name}: {arguments}");
+            }
+            // Loops go over what a constant bounds, or over what the arguments do.
+            for line in script.text.lines().filter(|line| line.contains("while ") || line.contains("for ")) {
+                let bounded = [
+                    "< tonumber(ARGV[2])",
+                    "for i = 1, 5 do",
+                    "for i = 2, #entry[2], 2 do",
+                    "for i = 1, #entry[2], 2 do",
+                ];
+                assert!(bounded.iter().any(|bound| line.contains(bound)), "{name}: {line}");
+            }
+        }
+    }
+}
