@@ -102,6 +102,7 @@ fn only_segment(data: &Path) -> PathBuf {
     segments[0].clone()
 }
 
+/// catalogue 38: by the operator's word only.
 #[test]
 fn a_damaged_log_is_repaired_only_when_told_to() {
     let folder = tempfile::tempdir().unwrap();

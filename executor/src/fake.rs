@@ -387,6 +387,7 @@ async fn nothing_is_asked_of_a_sandbox_that_has_recorded_everything() {
 }
 
 /// catalogue 33: what was said at a moment renews the lease from that moment on, and the worker's time ends before the scheduler's.
+/// catalogue 25: so two never act under one right.
 #[tokio::test]
 async fn a_lease_ends_here_before_it_ends_there() {
     let rig = rig(|command, outputs| Ok(outputs.exit(command, 0, ""))).await;
@@ -404,6 +405,7 @@ async fn a_lease_ends_here_before_it_ends_there() {
 }
 
 /// catalogue 31: a process that was stopped in the middle of a step, and goes on past its lease, may have no timer that has told it yet.
+/// catalogue 25: nothing begins in a lease's last moments that would go on behind it.
 #[tokio::test]
 async fn nothing_is_begun_after_the_lease_has_ended() {
     const LEASE: std::time::Duration = std::time::Duration::from_secs(2);

@@ -115,6 +115,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
+    /// catalogue 29: the name lasts, the incarnation is new with each process.
     #[test]
     fn one_owner_one_name() {
         let root = tempfile::tempdir().unwrap();

@@ -66,6 +66,7 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
+/// catalogue 11: a trial goes on from any of them.
 #[tokio::test]
 async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
     let mut grid = Grid::new().await;
@@ -262,6 +263,7 @@ async fn a_revoked_trial_ends_and_its_sandbox_goes() {
     executor.stop().await;
 }
 
+/// catalogue 30: who is told that its lease is not known lets go of the trial.
 #[tokio::test]
 async fn a_stale_token_makes_the_worker_stop_acting() {
     let mut grid = Grid::new().await;
@@ -310,6 +312,7 @@ async fn a_newer_lease_of_the_same_sandbox_takes_it_over() {
     executor.stop().await;
 }
 
+/// catalogue 30: who is told nothing at all does so by itself.
 #[tokio::test]
 async fn silence_for_the_time_of_a_lease_ends_all_leases() {
     let mut grid = Grid::new().await;
@@ -398,6 +401,7 @@ async fn a_worker_that_is_not_answered_lets_go_and_leaves_the_agent() {
     executor.stop().await;
 }
 
+/// catalogue 58: what was taken over is given back, too.
 #[tokio::test]
 async fn stopping_gives_the_leases_back_and_leaves_the_agents() {
     let mut grid = Grid::new().await;
@@ -508,6 +512,7 @@ async fn one_executor_per_folder() {
     executor.stop().await;
 }
 
+/// catalogue 45: its loop ends with no error of a connection.
 #[tokio::test]
 async fn a_worker_follows_a_failover_at_once() {
     let (mut a, mut b) = (Grid::new().await, Grid::new().await);

@@ -116,7 +116,11 @@ fn indexes_conform() {
     let (index, opened) = sled_at(&dir);
     assert_eq!((opened, index.position().unwrap()), (Opened::Existing, 1));
     assert_eq!(keys(&index, "", None, 10), ["first"]);
-    assert_eq!(index.origin().unwrap().as_deref(), Some("another log"), "what was reset stays reset");
+    assert_eq!(
+        index.origin().unwrap().as_deref(),
+        Some("another log"),
+        "what was reset stays reset"
+    );
 }
 
 proptest! {
@@ -143,6 +147,7 @@ proptest! {
     }
 }
 
+/// catalogue 59: whatever sled makes of it.
 #[test]
 fn a_broken_index_is_moved_aside() {
     let dir = tempfile::tempdir().unwrap();

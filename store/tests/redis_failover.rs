@@ -52,6 +52,7 @@ impl LaggingFailover {
     }
 }
 
+/// catalogue 49: what was lost all the same is told.
 #[test]
 fn a_failover_to_a_lagging_replica_is_noticed_by_all_who_saw_what_is_gone() {
     let mut over = LaggingFailover::new(10, 3);
@@ -155,6 +156,7 @@ fn an_emptied_cell_is_a_loss() {
     assert_eq!(read(&server.url(), "cell").payloads, ["new"]);
 }
 
+/// catalogue 45: nobody has to be woken to go on with the new master.
 #[test]
 fn sentinels_fail_over_without_loss_of_what_was_replicated() {
     let mut set = Sentinels::start();
@@ -223,6 +225,7 @@ fn a_cell_follows_its_slot_through_a_cluster() {
     assert_eq!(count(target), 3);
 }
 
+/// catalogue 49: as far as it was asked for.
 #[test]
 fn a_group_counts_only_once_replicas_have_it() {
     let master = Server::start(&[]);
@@ -262,6 +265,7 @@ fn a_group_counts_only_once_replicas_have_it() {
     assert!(!owned.tenure.holds());
 }
 
+/// catalogue 48: one that evicts, among others.
 #[test]
 fn servers_that_would_lose_records_are_refused() {
     let server = Server::start(&[]);
@@ -371,6 +375,7 @@ fn servers_that_would_lose_records_are_refused() {
     assert_eq!(replica.call::<u64>(&["XLEN", "evalgrid:{cell}:log"]), 1);
 }
 
+/// catalogue 7, 50: what a server says of itself counts, before what it holds does.
 #[test]
 fn a_standby_does_not_follow_a_demoted_master() {
     let server = Server::start(&[]);

@@ -183,6 +183,7 @@ async fn only_the_executor() {
     one_role(3, |roles| roles.executor.as_mut().unwrap(), |server| server.executor("executor")).await;
 }
 
+/// catalogue 1, 23: what was dispatched and what waits survives the one who dispatches.
 #[tokio::test(flavor = "multi_thread")]
 async fn only_the_scheduler() {
     one_role(4, |roles| &mut roles.scheduler, Server::scheduler).await;

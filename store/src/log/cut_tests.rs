@@ -430,6 +430,7 @@ fn levels(dir: &Path) -> std::collections::BTreeSet<u16> {
     levels
 }
 
+/// catalogue 12: what an older version wrote.
 #[test]
 fn an_old_level_is_kept_until_it_is_finalized() {
     let (dir, mut all) = level_1();
@@ -538,6 +539,7 @@ fn check_repair(snapshots: bool, place: usize, length: usize, crash: Option<u64>
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
+    /// catalogue 38: what lies before it is kept.
     #[test]
     fn a_repair_keeps_what_it_says(snapshots: bool, place: usize, length in 1..3000usize, crash in proptest::option::of(0..20u64)) {
         check_repair(snapshots, place, length, crash);

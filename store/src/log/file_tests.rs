@@ -118,6 +118,7 @@ impl Written {
     }
 }
 
+/// catalogue 11: whatever a crash left of it.
 #[test]
 fn every_prefix_recovers() {
     let written = write(5);
@@ -223,6 +224,7 @@ fn corrupt_at(dir: &Path) -> (PathBuf, u64) {
     }
 }
 
+/// catalogue 38: it is seen.
 #[test]
 fn damage_in_the_middle_is_refused() {
     let written = write(4);
@@ -284,6 +286,7 @@ fn a_payload_cannot_pose_as_a_group() {
     assert_eq!((found.len(), recovery.torn_bytes > 0), (0, true));
 }
 
+/// catalogue 12: what a newer version wrote.
 #[test]
 fn a_newer_level_is_refused_untouched() {
     let written = write(3);
