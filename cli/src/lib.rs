@@ -9,6 +9,7 @@ mod failure;
 mod grid;
 mod http;
 mod keys;
+mod objects;
 mod offline;
 mod options;
 mod organizations;
@@ -76,6 +77,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Keys(command) => keys::run(command).await,
             Command::Organizations(command) => organizations::run(command).await,
             Command::Sandboxes(command) => sandboxes::run(command).await,
+            Command::Objects(command) => objects::run(command).await,
             Command::Log(_) | Command::Index(_) | Command::Upgrade(_) => unreachable!("handled above, without a runtime"),
         }
     });

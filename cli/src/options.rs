@@ -1,6 +1,7 @@
 //! Every command and flag. A flag is also a variable `EVALGRID_<NAME>` and a key of the configuration file; `config` does that for all of them.
 
 mod api;
+mod operator;
 mod organizations;
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
@@ -9,6 +10,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValue
 use evalgrid_scheduler::{MAX_CREATE_BURST, ProviderLimits};
 
 pub(crate) use api::{ApiRole, SchedulerAddress};
+pub(crate) use operator::{Keys, Objects, Operator, Sandboxes, Trial};
 pub(crate) use organizations::Organizations;
 
 /// Runs evals of coding agents: every trial in its own sandbox, every result on record.
@@ -77,6 +79,9 @@ pub(crate) enum Command {
     /// Show the sandboxes in custody of a running server, and have those removed that nobody needs.
     #[command(subcommand)]
     Sandboxes(Sandboxes),
+    /// Remove objects of a running server that nothing refers to.
+    #[command(subcommand)]
+    Objects(Objects),
     /// Look into the log of a server that is not running.
     #[command(subcommand)]
     Log(Log),
@@ -365,105 +370,6 @@ pub(crate) enum Batch {
         id: String,
         #[command(flatten)]
         client: Client,
-    },
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Trial {
-    /// Show where a trial of a batch that runs stands: its attempts, steps, worker and sandbox.
-    #[command(after_help = "Example: evalgrid trial show trial_…")]
-    Show {
-        /// The trial's id.
-        id: String,
-        #[command(flatten)]
-        operator: Operator,
-    },
-    /// End a trial that nothing else ends. It is void with the reason given; its sandbox is destroyed.
-    #[command(after_help = "Example: evalgrid trial resolve trial_… --void \"its repository is gone\"")]
-    Resolve {
-        /// The trial's id.
-        id: String,
-        /// Why the trial is not scored, for everybody who reads the batch; must be given, there is no reason by default. Example: --void "its repository is gone"
-        #[arg(long, value_name = "REASON")]
-        void: String,
-        #[command(flatten)]
-        operator: Operator,
-    },
-}
-
-/// How the operator finds the server, and proves to be the operator.
-#[derive(Args, Debug)]
-pub(crate) struct Operator {
-    #[command(flatten)]
-    pub(crate) scheduler: SchedulerAddress,
-    /// The admin token; by default the file admin-token in --data. Better given as a variable. Example: EVALGRID_ADMIN_TOKEN=…
-    #[arg(long, value_name = "TOKEN")]
-    pub(crate) admin_token: Option<String>,
-    #[command(flatten)]
-    pub(crate) data: Data,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Keys {
-    /// Make a key, and its organization where there is none of that name. The key is shown once.
-    #[command(after_help = "Example: evalgrid keys create --org acme --name ci --permissions evals:read,evals:write")]
-    Create {
-        /// The organization. Example: --org acme
-        #[arg(long, value_name = "NAME", default_value = "default")]
-        org: String,
-        /// What the key is for. Example: --name ci
-        #[arg(long, value_name = "TEXT", default_value = "key")]
-        name: String,
-        /// What the key may do; everything by default. Example: --permissions evals:read,evals:write
-        #[arg(long, value_name = "PERMISSIONS", value_delimiter = ',')]
-        permissions: Vec<String>,
-        #[command(flatten)]
-        operator: Operator,
-    },
-    /// List keys. Only their first characters are known.
-    #[command(after_help = "Example: evalgrid keys list --org acme")]
-    List {
-        /// Only those of this organization; of every organization by default. Example: --org acme
-        #[arg(long, value_name = "NAME")]
-        org: Option<String>,
-        #[command(flatten)]
-        operator: Operator,
-    },
-    /// Revoke a key at once.
-    #[command(after_help = "Example: evalgrid keys revoke key_…")]
-    Revoke {
-        /// The key's id, from `keys list`.
-        id: String,
-        #[command(flatten)]
-        operator: Operator,
-    },
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Sandboxes {
-    /// List every sandbox that may exist, and names in workers' folders that are no sandboxes of ours.
-    #[command(after_help = "Example: evalgrid sandboxes list --json")]
-    List {
-        #[command(flatten)]
-        operator: Operator,
-        /// Print one JSON object. Example: --json
-        #[arg(
-            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
-            action = ArgAction::Set, value_parser = BoolishValueParser::new()
-        )]
-        json: bool,
-    },
-    /// Ask workers now to destroy the sandboxes that no trial needs. It is done anyway after a while; this only does not wait.
-    #[command(after_help = "Example: evalgrid sandboxes reap --dry-run")]
-    Reap {
-        #[command(flatten)]
-        operator: Operator,
-        /// Only tell what would be asked. Example: --dry-run
-        #[arg(
-            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
-            action = ArgAction::Set, value_parser = BoolishValueParser::new()
-        )]
-        dry_run: bool,
     },
 }
 

@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status};
 use crate::{
     auth::{self, SharedToken, stopping},
     clock::World,
+    collect::{CollectStream, Collector},
     engine::Engine,
     reaper, trials,
     workers::chance,
@@ -32,6 +33,8 @@ pub struct AdminService {
     pub engine: Engine,
     /// Who may call.
     pub token: SharedToken,
+    /// Removes objects that nothing refers to.
+    pub collector: Collector,
 }
 
 /// A fresh secret: `anp_` and 40 characters, 238 bits.
@@ -133,6 +136,8 @@ fn message(state: &State, key: &Key) -> v1::Key {
 
 #[tonic::async_trait]
 impl Admin for AdminService {
+    type CollectObjectsStream = CollectStream;
+
     async fn create_key(&self, request: Request<v1::CreateKeyRequest>) -> Result<Response<v1::CreatedKey>, Status> {
         self.token.check(request.metadata(), "operator's")?;
         let request = request.into_inner();
@@ -196,5 +201,10 @@ impl Admin for AdminService {
         self.token.check(request.metadata(), "operator's")?;
         let v1::ResolveTrialRequest { id, reason } = request.into_inner();
         trials::resolve(&self.engine, &id, &reason).await.map(Response::new)
+    }
+
+    async fn collect_objects(&self, request: Request<v1::CollectObjectsRequest>) -> Result<Response<CollectStream>, Status> {
+        self.token.check(request.metadata(), "operator's")?;
+        self.collector.start(request.into_inner()).map(Response::new)
     }
 }

@@ -1,7 +1,8 @@
 //! The scheduler: the only one that decides, and the only one that appends to the log.
 //!
 //! `engine` holds the state and the committer; `clients`, `admin` and `workers` are the gRPC services; `dispatch` and `timers` give out
-//! leases and take them back; `archive` and `read` are the way of an ended batch out of memory and back to readers.
+//! leases and take them back; `archive` and `read` are the way of an ended batch out of memory and back to readers; `collect` removes what
+//! nothing refers to.
 
 mod admin;
 mod archive;
@@ -9,6 +10,7 @@ mod auth;
 mod chunks;
 mod clients;
 pub mod clock;
+mod collect;
 mod dispatch;
 mod engine;
 #[cfg(test)]

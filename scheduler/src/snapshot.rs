@@ -21,7 +21,7 @@ use crate::{
 /// Between two looks at the length of the log, and between two tries.
 const LOOK: Duration = Duration::from_millis(250);
 /// Where the archive lies among the objects: a name that no organization's id can be.
-const ARCHIVE: &str = "archive";
+pub const ARCHIVE: &str = "archive";
 /// Reading one part while recovering.
 const FETCH_DEADLINE: Duration = Duration::from_secs(60);
 

@@ -18,6 +18,7 @@ use crate::{
     auth::SharedToken,
     clients::ClientsService,
     clock::World,
+    collect::Collector,
     engine::{Core, Engine, OnLogFailure, Tenure},
     folder::{self, Folder},
     gate::Gate,
@@ -195,6 +196,16 @@ fn routes(
         .max_decoding_message_size(MAX_CLIENT_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_CLIENT_MESSAGE_BYTES);
     let clients = ClientsService::new(admission, stopping.clone());
+    let admin = AdminService {
+        engine: reader.engine.clone(),
+        token: SharedToken::new(folder.admin_token()),
+        collector: Collector::new(
+            reader.clone(),
+            // Elsewhere other schedulers may keep their archives in the same place, and standbys know parts by heart.
+            options.objects.is_none() && options.cell.is_none(),
+            stopping.clone(),
+        ),
+    };
     let workers = WorkersService {
         engine: reader.engine.clone(),
         objects: reader.objects.clone(),
@@ -205,10 +216,6 @@ fn routes(
     };
     let organizations = OrganizationsService {
         reader: reader.clone(),
-        token: SharedToken::new(folder.admin_token()),
-    };
-    let admin = AdminService {
-        engine: reader.engine.clone(),
         token: SharedToken::new(folder.admin_token()),
     };
     let batches = BatchesServer::new(clients.clone())

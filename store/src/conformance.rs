@@ -223,11 +223,148 @@ pub(crate) async fn check_objects(objects: &dyn Objects) {
     objects.put(&"a".repeat(64), Bytes::new()).await.unwrap();
 }
 
+/// Makes an object look as if it had last been put at this time.
+pub(crate) type Age<'a> = &'a dyn Fn(&str, &ObjectId, u64);
+
+async fn old(objects: &dyn Objects, before_ms: u64, after: Option<&ObjectId>, limit: usize) -> Vec<ObjectId> {
+    let found = objects.put_before("org_1", before_ms, after, limit).await.unwrap();
+    assert!(found.iter().all(|old| old.bytes > 0));
+    found.into_iter().map(|old| old.id).collect()
+}
+
+/// Listing and removing by age, on an empty store.
+pub(crate) async fn check_removal(objects: &dyn Objects, age: Age<'_>, limits: &[usize]) {
+    // Whole seconds: some stores keep no more.
+    const OLD: u64 = 1_000_000;
+    const SECOND: u64 = 1_000;
+    assert!(old(objects, u64::MAX, None, 10).await.is_empty());
+    let mut ids = Vec::new();
+    for number in 0..40u64 {
+        let bytes = Bytes::from(format!("object {number}"));
+        let id = objects.put("org_1", bytes.clone()).await.unwrap();
+        age("org_1", &id, OLD + number * SECOND);
+        ids.push((id, bytes, OLD + number * SECOND));
+    }
+    let (id, bytes, _) = ids[3].clone();
+    objects.put("archive", bytes.clone()).await.unwrap();
+    age("archive", &id, OLD);
+    ids.sort_unstable_by_key(|(id, _, _)| *id);
+    for before_ms in [0, OLD, OLD + SECOND, OLD + 20 * SECOND, OLD + 40 * SECOND, u64::MAX] {
+        let expected: Vec<ObjectId> = ids.iter().filter(|(_, _, at)| *at < before_ms).map(|(id, _, _)| *id).collect();
+        assert_eq!(old(objects, before_ms, None, 1_000).await, expected, "{before_ms}");
+        for &limit in limits {
+            let mut paged: Vec<ObjectId> = Vec::new();
+            loop {
+                let page = old(objects, before_ms, paged.last(), limit).await;
+                paged.extend(&page);
+                if page.len() < limit {
+                    break;
+                }
+            }
+            assert_eq!(paged, expected, "{before_ms} {limit}");
+        }
+        assert!(old(objects, before_ms, None, 0).await.is_empty());
+    }
+    let (first, last) = (ObjectId::from_bytes([0; 32]), ObjectId::from_bytes([255; 32]));
+    assert_eq!(old(objects, u64::MAX, Some(&first), 1_000).await.len(), 40);
+    assert!(old(objects, u64::MAX, Some(&last), 1_000).await.is_empty());
+
+    let never = ObjectId::of(b"never put");
+    assert!(!objects.remove("org_1", &never, u64::MAX).await.unwrap());
+    assert!(!objects.remove("org_2", &id, u64::MAX).await.unwrap(), "another organization's");
+    assert!(!objects.remove("org_1", &id, OLD + 3 * SECOND).await.unwrap(), "not older");
+    assert_eq!(objects.get("org_1", &id, 100).await.unwrap().unwrap(), bytes);
+    assert!(objects.remove("org_1", &id, OLD + 4 * SECOND).await.unwrap());
+    assert!(objects.get("org_1", &id, 100).await.unwrap().is_none());
+    assert!(objects.get("archive", &id, 100).await.unwrap().is_some(), "another organization's");
+    assert!(!objects.remove("org_1", &id, u64::MAX).await.unwrap(), "once is enough");
+    objects.put("org_1", bytes.clone()).await.unwrap();
+    assert_eq!(
+        objects.get("org_1", &id, 100).await.unwrap().unwrap(),
+        bytes,
+        "and it can come back"
+    );
+
+    for org in ["", "..", "a/b", "A"] {
+        let listed = objects.put_before(org, 1, None, 1).await;
+        assert!(matches!(listed, Err(ObjectError::BadOrganization { .. })), "{org}");
+        let removed = objects.remove(org, &id, 1).await;
+        assert!(matches!(removed, Err(ObjectError::BadOrganization { .. })), "{org}");
+    }
+}
+
+async fn check_organizations(objects: &dyn Objects) {
+    assert!(objects.organizations().await.unwrap().is_empty());
+    for org in ["org_2", "archive", "org_1", "org_2"] {
+        objects.put(org, Bytes::from("x")).await.unwrap();
+        objects.put(org, Bytes::from("y")).await.unwrap();
+    }
+    assert_eq!(objects.organizations().await.unwrap(), ["archive", "org_1", "org_2"]);
+}
+
+/// Makes a file look as if it had last been written at this time.
+pub(crate) fn age_file(dir: &std::path::Path, org: &str, id: &ObjectId, at_ms: u64) {
+    let hex = id.to_string();
+    let file = std::fs::File::options().write(true).open(dir.join(org).join(&hex[..2]).join(&hex));
+    let at = std::time::UNIX_EPOCH + std::time::Duration::from_millis(at_ms);
+    file.unwrap().set_modified(at).unwrap();
+}
+
+/// Pages around the number of objects in the check.
+const LIMITS: [usize; 5] = [1, 7, 39, 40, 41];
+
 #[tokio::test]
 async fn objects_conform() {
     check_objects(&MemoryObjects::new()).await;
+    check_organizations(&MemoryObjects::new()).await;
+    let memory = MemoryObjects::new();
+    check_removal(&memory, &|org, id, at_ms| memory.age(org, id, at_ms), &LIMITS).await;
     let dir = tempfile::tempdir().unwrap();
     check_objects(&StoredObjects::in_folder(&dir.path().join("a/objects")).unwrap()).await;
+    check_organizations(&StoredObjects::in_folder(&dir.path().join("organizations")).unwrap()).await;
+    let dir = dir.path().join("b");
+    let stored = StoredObjects::in_folder(&dir).unwrap();
+    check_removal(&stored, &|org, id, at_ms| age_file(&dir, org, id, at_ms), &LIMITS).await;
+}
+
+#[tokio::test]
+async fn what_is_no_object_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let objects = StoredObjects::in_folder(dir.path()).unwrap();
+    let id = objects.put("org_1", Bytes::from("x")).await.unwrap();
+    let folder = dir.path().join("org_1").join(&id.to_string()[..2]);
+    for name in ["README", &format!("{id}.bak"), &format!("{id}#1"), &id.to_string().to_uppercase()] {
+        std::fs::write(folder.join(name), "x").unwrap();
+    }
+    std::fs::create_dir(dir.path().join("Not ours")).unwrap();
+    assert_eq!(objects.organizations().await.unwrap(), ["org_1"]);
+    assert_eq!(old(&objects, u64::MAX, None, 10).await, [id]);
+}
+
+/// However a removal and a put of the same object meet, and whether the removal's caller waits or not: once the put has returned, the object
+/// is there and stays.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_put_outlives_a_removal_that_it_meets() {
+    let dir = tempfile::tempdir().unwrap();
+    let objects = std::sync::Arc::new(StoredObjects::in_folder(dir.path()).unwrap());
+    for round in 0..300u32 {
+        let bytes = Bytes::from(format!("round {round}"));
+        let id = objects.put("org", bytes.clone()).await.unwrap();
+        age_file(dir.path(), "org", &id, 1_000);
+        let remover = objects.clone();
+        let removal = tokio::spawn(async move { remover.remove("org", &id, 2_000).await });
+        if round % 3 == 1 {
+            tokio::task::yield_now().await;
+        }
+        if round % 2 == 1 {
+            removal.abort();
+        }
+        objects.put("org", bytes.clone()).await.unwrap();
+        let _ = removal.await;
+        // This one waits for what the other may have left to be done.
+        assert!(!objects.remove("org", &id, 2_000).await.unwrap(), "{round}");
+        assert_eq!(objects.get("org", &id, 100).await.unwrap().as_ref(), Some(&bytes), "{round}");
+    }
 }
 
 #[tokio::test]

@@ -14,4 +14,4 @@ mod conformance;
 
 pub use index::{Index, IndexError, KeyValue, MemoryIndex, Opened, Row, SledIndex};
 pub use log::{FileLog, Log, LogError, LogOptions, MemoryLog, Record, RecordRef, Recovery, Replay, Snapshot, Snapshots};
-pub use objects::{MemoryObjects, ObjectError, ObjectId, Objects, StoredObjects};
+pub use objects::{MemoryObjects, ObjectError, ObjectId, Objects, OldObject, StoredObjects};

@@ -82,15 +82,40 @@ impl FromStr for ObjectId {
     }
 }
 
+/// An object that was last put before some time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OldObject {
+    /// Its name.
+    pub id: ObjectId,
+    /// What it takes in the store: less than its own length where it is compressed.
+    pub bytes: u64,
+}
+
 /// Immutable bytes by organization and hash.
+///
+/// Times are the store's own, in milliseconds since the epoch; some stores cut them to
+/// seconds. They are compared with times that are days away, so clocks need not agree.
 #[async_trait]
 pub trait Objects: Send + Sync {
-    /// Stores `bytes` for `org`, durably when it returns, and names them.
+    /// Stores `bytes` for `org`, durably when it returns, and names them. The object's time is that of its last put.
     async fn put(&self, org: &str, bytes: Bytes) -> Result<ObjectId, ObjectError>;
 
     /// The bytes of `id` in `org`, checked against the hash; None if there is no such object. One of more than `limit` bytes is an error,
     /// not memory.
     async fn get(&self, org: &str, id: &ObjectId, limit: usize) -> Result<Option<Bytes>, ObjectError>;
+
+    /// Every organization that has objects, or once had, in order.
+    async fn organizations(&self) -> Result<Vec<String>, ObjectError>;
+
+    /// At most `limit` objects of `org` that were last put before `before_ms`, in the order of their names; with `after`, only those
+    /// behind it. Fewer than `limit` are the last.
+    async fn put_before(&self, org: &str, before_ms: u64, after: Option<&ObjectId>, limit: usize) -> Result<Vec<OldObject>, ObjectError>;
+
+    /// Removes an object that was last put before `before_ms`. False: there is none, or it was put again since.
+    ///
+    /// It and the puts of the same process exclude each other: what a put has acknowledged is never taken away by a removal that had
+    /// looked before it. A removal that was begun is brought to its end even if the caller goes away.
+    async fn remove(&self, org: &str, id: &ObjectId, before_ms: u64) -> Result<bool, ObjectError>;
 }
 
 /// Why an object could not be stored or read.

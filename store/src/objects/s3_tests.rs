@@ -11,7 +11,7 @@ use s3s::service::S3ServiceBuilder;
 use tokio::net::TcpListener;
 
 use super::{ObjectError, ObjectId, Objects, StoredObjects};
-use crate::conformance::check_objects;
+use crate::conformance::{age_file, check_objects, check_removal};
 
 const KEY: &str = "access";
 const SECRET: &str = "s3cret";
@@ -58,6 +58,11 @@ async fn s3_conforms() {
     for location in ["s3://bucket", "s3://bucket/", "s3://bucket/deep/prefix"] {
         check_objects(&at(location, &endpoint, SECRET).unwrap()).await;
     }
+    // A page costs up to 256 requests, so there are few. What organizations there are is not asked: this server ignores the delimiter that
+    // asks for it.
+    let removal = at("s3://bucket/removal", &endpoint, SECRET).unwrap();
+    let folder = dir.path().join("bucket/removal");
+    check_removal(&removal, &|org, id, at_ms| age_file(&folder, org, id, at_ms), &[39]).await;
     // Each prefix is a place of its own.
     let id = at("s3://bucket/one", &endpoint, SECRET)
         .unwrap()
@@ -106,4 +111,10 @@ async fn a_server_that_never_answers_is_given_up() {
     assert!(matches!(put, Err(ObjectError::TimedOut { .. })), "{put:?}");
     let get = objects.get("org", &ObjectId::of(b"x"), 10).await;
     assert!(matches!(get, Err(ObjectError::TimedOut { .. })), "{get:?}");
+    let listed = objects.put_before("org", 1, None, 1).await;
+    assert!(matches!(listed, Err(ObjectError::TimedOut { .. })), "{listed:?}");
+    let organizations = objects.organizations().await;
+    assert!(matches!(organizations, Err(ObjectError::TimedOut { .. })), "{organizations:?}");
+    let removed = objects.remove("org", &ObjectId::of(b"x"), 1).await;
+    assert!(matches!(removed, Err(ObjectError::TimedOut { .. })), "{removed:?}");
 }

@@ -5,18 +5,21 @@
 //! In a folder, a put writes a file beside its place, syncs it, renames it and syncs the directories it changed. A directory that
 //! another put has just made is not synced by this one; the journals of ext4, XFS and btrfs commit it with, or before, the file in it.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{BufMut, Bytes, BytesMut};
+use futures::TryStreamExt as _;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::prefix::PrefixStore;
 use object_store::{ClientConfigKey, ObjectStore, ObjectStoreExt, RetryConfig, local::LocalFileSystem};
+use tokio::sync::RwLock;
 use zstd::zstd_safe;
 
-use super::{MAX_OBJECT_BYTES, ObjectError, ObjectId, Objects, check_org};
+use super::{MAX_OBJECT_BYTES, ObjectError, ObjectId, Objects, OldObject, check_org};
 use crate::disk;
 
 /// The rest is the object itself.
@@ -33,10 +36,14 @@ const BYTES_PER_SECOND: usize = 2 * 1024 * 1024;
 /// A store that takes no connection for so long is as good as gone.
 const CONNECT_WITHIN: &str = "5s";
 const S3: &str = "s3://";
+/// Puts and removals exclude each other by an object's first byte modulo this: enough that puts hardly ever wait for a removal.
+const LOCKS: usize = 64;
 
 /// Objects in a store of the crate `object_store`.
 pub struct StoredObjects {
     store: Arc<dyn ObjectStore>,
+    /// Shared by puts, alone for a removal.
+    locks: Arc<[Arc<RwLock<()>>]>,
 }
 
 impl StoredObjects {
@@ -49,7 +56,18 @@ impl StoredObjects {
         disk::create_dir_durably(dir).map_err(failed)?;
         // Off by default: without it, neither files nor their directories are synced.
         let store = LocalFileSystem::new_with_prefix(dir)?.with_fsync(true);
-        Ok(StoredObjects { store: Arc::new(store) })
+        Ok(StoredObjects::new(store))
+    }
+
+    fn new(store: impl ObjectStore) -> StoredObjects {
+        StoredObjects {
+            store: Arc::new(store),
+            locks: (0..LOCKS).map(|_| Arc::default()).collect(),
+        }
+    }
+
+    fn lock(&self, id: &ObjectId) -> Arc<RwLock<()>> {
+        self.locks[usize::from(id.as_bytes()[0]) % LOCKS].clone()
     }
 
     /// Objects at `location`: `s3://bucket/prefix`, or else a folder, which may be one that machines share.
@@ -95,9 +113,7 @@ impl StoredObjects {
             )
             .with_retry(retry)
             .build()?;
-        Ok(StoredObjects {
-            store: Arc::new(PrefixStore::new(store, prefix)),
-        })
+        Ok(StoredObjects::new(PrefixStore::new(store, prefix)))
     }
 }
 
@@ -123,7 +139,13 @@ impl Objects for StoredObjects {
             return Err(ObjectError::TooLarge { limit: MAX_OBJECT_BYTES });
         }
         let (id, stored) = blocking(move || (ObjectId::of(&bytes), encode(&bytes))).await?;
-        timed(stored.len(), self.store.put(&location(org, &id), stored.into())).await?;
+        let (place, lock) = (location(org, &id), self.lock(&id));
+        timed(stored.len(), async {
+            // A put that is given up may still write once this is released; nobody was told that it had, so nobody counts on it.
+            let _shared = lock.read().await;
+            self.store.put(&place, stored.into()).await
+        })
+        .await?;
         Ok(id)
     }
 
@@ -158,6 +180,69 @@ impl Objects for StoredObjects {
             }),
         }
     }
+
+    async fn organizations(&self) -> Result<Vec<String>, ObjectError> {
+        let listed = timed(0, self.store.list_with_delimiter(None)).await?;
+        let names = listed.common_prefixes.iter().filter_map(|prefix| prefix.filename());
+        let mut names: Vec<String> = names.filter(|name| check_org(name).is_ok()).map(str::to_owned).collect();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    async fn put_before(&self, org: &str, before_ms: u64, after: Option<&ObjectId>, limit: usize) -> Result<Vec<OldObject>, ObjectError> {
+        check_org(org)?;
+        let mut found = Vec::new();
+        // One folder after the other: a folder's list has no order, and all of them at once need not fit into memory.
+        for folder in after.map_or(0, |after| after.as_bytes()[0])..=u8::MAX {
+            let wanted = limit - found.len();
+            if wanted == 0 {
+                break;
+            }
+            let mut first: BTreeMap<ObjectId, u64> = BTreeMap::new();
+            let mut listed = self
+                .store
+                .list(Some(&object_store::path::Path::from_iter([org, &format!("{folder:02x}")])));
+            while let Some(meta) = timed(0, listed.try_next()).await? {
+                // What is no object of ours is left alone.
+                let Some(id) = meta.location.filename().and_then(|name| name.parse::<ObjectId>().ok()) else {
+                    continue;
+                };
+                if is_before(&meta, before_ms) && after.is_none_or(|after| id > *after) {
+                    first.insert(id, meta.size);
+                    if first.len() > wanted {
+                        first.pop_last();
+                    }
+                }
+            }
+            found.extend(first.into_iter().map(|(id, bytes)| OldObject { id, bytes }));
+        }
+        Ok(found)
+    }
+
+    async fn remove(&self, org: &str, id: &ObjectId, before_ms: u64) -> Result<bool, ObjectError> {
+        check_org(org)?;
+        let (store, location, lock) = (self.store.clone(), location(org, id), self.lock(id));
+        // A task of its own keeps the lock until the store has really done it: dropped halfway, the store would go on, and could take away
+        // what a later put has acknowledged.
+        let removal = tokio::spawn(async move {
+            let _alone = lock.write().await;
+            match store.head(&location).await {
+                Ok(meta) if is_before(&meta, before_ms) => match store.delete(&location).await {
+                    Ok(()) => Ok(true),
+                    Err(object_store::Error::NotFound { .. }) => Ok(false),
+                    Err(error) => Err(error),
+                },
+                Ok(_) | Err(object_store::Error::NotFound { .. }) => Ok(false),
+                Err(error) => Err(error),
+            }
+        });
+        let removed = timed(0, async { Ok(removal.await) }).await?;
+        Ok(removed.map_err(|_| ObjectError::Abandoned)??)
+    }
+}
+
+fn is_before(meta: &object_store::ObjectMeta, before_ms: u64) -> bool {
+    meta.last_modified.timestamp_millis() < i64::try_from(before_ms).unwrap_or(i64::MAX)
 }
 
 fn location(org: &str, id: &ObjectId) -> object_store::path::Path {
