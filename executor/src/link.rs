@@ -89,6 +89,8 @@ pub(crate) enum SessionEnd {
     Silent,
     #[error("the scheduler spoke first of something else than Welcome")]
     NoWelcome,
+    #[error("the sandboxes cannot be listed, so the scheduler is not greeted: {0}")]
+    Unlisted(String),
 }
 
 impl SessionEnd {
@@ -112,7 +114,7 @@ impl From<tokio::time::error::Elapsed> for SessionEnd {
 
 /// Says hello, then speaks and listens until something breaks. `welcomed` runs once the scheduler has answered.
 pub(crate) async fn session(worker: &Arc<Worker>, client: &Client, welcomed: impl FnOnce()) -> Result<Infallible, SessionEnd> {
-    let sandboxes = timeout(ANSWER_DEADLINE, worker.sandboxes()).await?;
+    let sandboxes = worker.sandboxes().await.map_err(SessionEnd::Unlisted)?;
     let (to_scheduler, outgoing) = mpsc::channel(STREAM_QUEUE);
     let said_hello = Instant::now();
     let (hello, unacknowledged) = worker.hello(sandboxes);

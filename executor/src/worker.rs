@@ -106,17 +106,17 @@ impl Worker {
         (hello, greeting.unacknowledged)
     }
 
-    /// Every sandbox that has left something on the disk.
-    pub(crate) async fn sandboxes(&self) -> Vec<String> {
+    /// Every sandbox that has left something on the disk. All of them or an error: what a greeting does not name is taken to be gone.
+    pub(crate) async fn sandboxes(&self) -> Result<Vec<String>, String> {
         let mut names = BTreeSet::new();
         for (provider, sandboxes) in &self.providers {
             match timeout(LIST_DEADLINE, sandboxes.list()).await {
                 Ok(Ok(found)) => names.extend(found),
-                Ok(Err(error)) => tracing::warn!(provider, %error, "cannot list the sandboxes"),
-                Err(_) => tracing::warn!(provider, "listing the sandboxes takes too long"),
+                Ok(Err(error)) => return Err(format!("{provider}: {error}")),
+                Err(_) => return Err(format!("{provider}: it takes longer than {LIST_DEADLINE:?}")),
             }
         }
-        names.into_iter().collect()
+        Ok(names.into_iter().collect())
     }
 
     /// The scheduler has heard what we said at `sent`.

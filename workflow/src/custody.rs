@@ -121,9 +121,13 @@ pub fn hello_sandboxes(state: &State, hello: &v1::Hello, now_ms: u64) -> Vec<Eve
     // An attempt that the worker still holds may be making its sandbox just now, after the folder was read: even where its lease has ended,
     // which it does not know yet.
     let custody = state.custody().filter(|(_, sandbox)| sandbox.worker_id == hello.worker_id);
-    let making = custody.filter(|(name, sandbox)| hello.held.iter().any(|token| sandbox_name(sandbox.trial, *token) == *name));
-    let making = making.map(|(name, _)| name.to_owned());
-    let names: Vec<String> = hello.sandboxes.iter().cloned().chain(making).collect();
+    let unproven = custody.filter(|(name, sandbox)| {
+        let making = hello.held.iter().any(|token| sandbox_name(sandbox.trial, *token) == *name);
+        // A provider that does not work there any more was not asked what it has.
+        making || !hello.providers.contains(&sandbox.provider)
+    });
+    let unproven = unproven.map(|(name, _)| name.to_owned());
+    let names: Vec<String> = hello.sandboxes.iter().cloned().chain(unproven).collect();
     let listing = Listing::Folder {
         boot_id: &hello.boot_id,
         names: &names,

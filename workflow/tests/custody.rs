@@ -49,16 +49,19 @@ fn a_sandbox_that_an_attempt_may_be_making_is_not_gone() {
     cell.start(organization, SMALL);
     let (_, token) = cell.lease("w").unwrap();
     cell.pass("w", token);
-    let check = |what: &str, held: &[u64], boot_id: &str, gone: usize| {
+    let check = |what: &str, held: &[u64], provider: &str, boot_id: &str, gone: usize| {
         let hello = v1::Hello {
             worker_id: "w".into(),
             boot_id: boot_id.into(),
+            providers: vec![provider.into()],
             held: held.to_vec(),
             ..v1::Hello::default()
         };
         let events = decide::hello_sandboxes(&cell.state, &hello, cell.now_ms);
         assert_eq!(events.len(), gone, "{what}");
     };
+    check("its provider does not work there now, and was not asked", &[], "another", "boot", 0);
+    let check = |what: &str, held: &[u64], boot_id: &str, gone: usize| check(what, held, SMALL.provider, boot_id, gone);
     check("its worker does not know yet that its lease has ended", &[token], "boot", 0);
     check("its worker has never had it, or is done with it", &[], "boot", 1);
     check("it holds another one", &[token + 1], "boot", 1);
