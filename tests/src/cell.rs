@@ -72,6 +72,19 @@ impl Redis {
         }
     }
 
+    /// Keeps a copy of what it has now, as a replica that goes no further.
+    pub fn fork(&self) {
+        copy(&self.folder.join("appendonlydir"), &self.folder.join("forked"));
+    }
+
+    /// Dies, and is replaced by that replica: what came after the copy is lost.
+    pub fn fail_over(&mut self) {
+        self.kill();
+        std::fs::remove_dir_all(self.folder.join("appendonlydir")).unwrap();
+        copy(&self.folder.join("forked"), &self.folder.join("appendonlydir"));
+        self.again();
+    }
+
     /// One command, through `redis-cli`; whether it worked is of no interest to those who make trouble.
     pub fn command(&self, words: &[&str]) -> String {
         let output = Command::new("redis-cli")
@@ -85,6 +98,14 @@ impl Redis {
     /// For `--store`.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
     }
 }
 
