@@ -76,6 +76,11 @@ impl Sessions {
         }
     }
 
+    /// This scheduler is no longer the one to talk to: every connection ends once what was said on it is out, and its worker looks for another.
+    pub fn end_all(&mut self) {
+        self.by_worker.clear();
+    }
+
     /// The session, if this connection is still the worker's current one.
     pub fn current(&mut self, worker_id: &str, number: u64) -> Option<&mut Session> {
         self.by_worker.get_mut(worker_id).filter(|session| session.number == number)

@@ -142,6 +142,7 @@ impl Term {
         ));
         let ended = self::ended(&engine, tenure.as_ref(), shutdown).await;
         stop.send_replace(true);
+        engine.turn(|core| core.sessions.end_all());
         // Before the gate closes: it must not be told of this term any more.
         let _ = stalls.await;
         if ended == Ended::Stopped {
@@ -150,6 +151,7 @@ impl Term {
         }
         // Connections may outlive this: nobody finds this term's services through them any more, and what these hold is free.
         gate.close(None).await;
+        engine.turn(|core| core.sessions.end_all());
         timers.abort();
         // Whatever they do not get done is done at the next start.
         let _ = tokio::time::timeout(DRAIN_DEADLINE, async { tokio::join!(archiver, snapshots) }).await;
