@@ -143,9 +143,22 @@ impl Ends {
         output::line(&format!("{} stays where it is.", self.slug))
     }
 
+    /// Before anything is frozen: another organization of this slug in the new cell could not be told from this one.
+    async fn check_slug(&mut self, source: &OrganizationInfo) -> Result<(), Failure> {
+        let known = all(&mut self.to).await?;
+        match known.iter().any(|known| known.slug == source.slug && known.id != source.id) {
+            true => Err(Failure::new(
+                format!("the new cell has another organization {:?} already", self.slug),
+                "An organization can only move to where its slug is free. Nothing was changed.",
+            )),
+            false => Ok(()),
+        }
+    }
+
     async fn go(&mut self) -> Result<(), Failure> {
         let source = self.at_source().await?;
         if source.residence() != Residence::Moved {
+            self.check_slug(&source).await?;
             let request = self.request();
             step(self.from.freeze(request)).await?;
             output::line("1/3 frozen in the old cell")?;

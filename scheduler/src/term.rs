@@ -35,6 +35,8 @@ use crate::{
 const MAX_CLIENT_MESSAGE_BYTES: usize = 64 * 1024 * 1024 + 64 * 1024;
 /// A report holds 256 KiB of steps, or results with their inline evidence.
 const MAX_WORKER_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+/// The same where another scheduler can take over: nobody is served until it does, so only calls that are nearly done are waited for.
+const HANDOVER_GRACE: Duration = Duration::from_millis(300);
 /// How long the last commit group may take at shutdown.
 pub(crate) const LAST_COMMIT_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -56,6 +58,8 @@ pub struct Term {
     committer: thread::JoinHandle<()>,
     reader: Reader,
     tenure: Arc<dyn Tenure>,
+    /// How long open calls may take to end when the process is asked to stop.
+    grace: Duration,
 }
 
 /// How a term ended.
@@ -79,6 +83,10 @@ impl Term {
         limits: evalgrid_workflow::Limits,
     ) -> Result<(Term, Option<String>), OpenError> {
         let tenure = ground.tenure.clone();
+        let grace = match ground.on_failure {
+            OnLogFailure::EndProcess => DRAIN_DEADLINE,
+            OnLogFailure::StepDown => HANDOVER_GRACE,
+        };
         let started = Engine::start(ground.core, ground.log, ground.tenure, ground.on_failure, world);
         let (engine, committer) = started.map_err(OpenError::Thread)?;
         let reader = Reader {
@@ -106,6 +114,7 @@ impl Term {
             committer,
             reader,
             tenure,
+            grace,
         };
         Ok((term, first_key))
     }
@@ -125,6 +134,7 @@ impl Term {
             committer,
             reader,
             tenure,
+            grace,
         } = self;
         let (stop, stopping) = watch::channel(false);
         let variables = Arc::new(options.environment.clone());
@@ -147,7 +157,7 @@ impl Term {
         let _ = stalls.await;
         if ended == Ended::Stopped {
             // Open calls may still be answered.
-            until(drained).await;
+            let _ = tokio::time::timeout(grace, until(drained)).await;
         }
         // Connections may outlive this: nobody finds this term's services through them any more, and what these hold is free.
         gate.close(None).await;

@@ -192,7 +192,7 @@ fn check_settings(node: &str, options: &RedisOptions, answers: &[Value]) -> Resu
         "always" => Ok(Fsync::Always),
         "everysec" if options.allow_everysec => Ok(Fsync::EverySecond),
         "everysec" => {
-            let why = "a crash would lose about 2 seconds of acknowledged records, unless you allow that (allow_everysec)";
+            let why = "a crash would lose about 2 seconds of acknowledged records, unless you allow that (--redis-allow-everysec)";
             refuse("appendfsync", fsync, "always", why)
         }
         _ => refuse("appendfsync", fsync, "always", "a crash would lose acknowledged records"),

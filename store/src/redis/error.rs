@@ -89,7 +89,7 @@ pub enum RedisError {
     },
     /// Settings cannot be read, and nobody vouched for them.
     #[error(
-        "Redis at {node} does not show its settings ({reason}): if it keeps what it acknowledges (append-only file, no eviction), say so with assume_durable"
+        "Redis at {node} does not show its settings ({reason}): if it keeps what it acknowledges (append-only file, no eviction), say so with --redis-assume-durable"
     )]
     Hidden {
         /// Which server.
