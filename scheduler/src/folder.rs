@@ -75,6 +75,12 @@ impl Folder {
         &self.worker_token
     }
 
+    /// A secret that is there already.
+    pub fn secret(&self, name: &str) -> Option<String> {
+        let text = fs::read_to_string(self.path.join(name)).ok()?;
+        (!text.trim().is_empty()).then(|| text.trim().to_owned())
+    }
+
     /// Writes a secret, durably.
     pub fn write_secret(&self, name: &str, secret: &str) -> Result<(), FolderError> {
         write(&self.path.join(name), secret)

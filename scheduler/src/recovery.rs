@@ -44,6 +44,17 @@ pub enum OpenError {
     /// An index of another log could not be made anew.
     #[error("the index belongs to another log and could not be made anew: {0}")]
     Rebuild(#[from] RebuildError),
+    /// There was a log, and there is none.
+    #[error(
+        "{} is empty, but the index beside it knows of {records} records: a file system that is not mounted? Put the log back; to begin anew, use another folder",
+        log.display()
+    )]
+    LogGone {
+        /// The log's folder.
+        log: PathBuf,
+        /// The position that the index reflects.
+        records: u64,
+    },
     /// The cell's Redis.
     #[error(transparent)]
     Redis(#[from] RedisError),
@@ -137,6 +148,12 @@ pub fn recover(data: &Path, snapshot_bytes: u64, fetch: &FetchPart) -> Result<Re
     let recovered = replay(data, snapshot_bytes, fetch)?;
     if recovered.index.position()? <= recovered.summary.log.position {
         return Ok(recovered);
+    }
+    if recovered.summary.log.position == 0 {
+        return Err(OpenError::LogGone {
+            log: data.join("log"),
+            records: recovered.index.position()?,
+        });
     }
     tracing::warn!("the index reflects more than the log holds, as after an older log was restored; it is made anew");
     drop(recovered);

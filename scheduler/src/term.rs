@@ -246,9 +246,16 @@ async fn first_start(engine: &Engine, folder: &Folder) -> Result<Option<String>,
     if organizations > 0 {
         return Ok(None);
     }
-    // The file first: a crash in between leaves a key that opens nothing and is replaced, never an organization without a key.
-    let secret = admin::new_secret(engine.world());
-    folder.write_secret(folder::API_KEY, &secret)?;
+    // The file first: a crash in between leaves a key that opens nothing yet, never an organization without a key. A file that is there, from
+    // such a crash or from a log that is gone, is never overwritten: it may be the only copy of a key that is in use.
+    let secret = match folder.secret(folder::API_KEY) {
+        Some(kept) => kept,
+        None => {
+            let fresh = admin::new_secret(engine.world());
+            folder.write_secret(folder::API_KEY, &fresh)?;
+            fresh
+        }
+    };
     let created = admin::create_key(engine, "default", "first key", Vec::new(), &secret).await;
     created.map_err(|status| match status.code() {
         tonic::Code::Unavailable => OpenError::Stopped,

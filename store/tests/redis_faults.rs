@@ -326,3 +326,34 @@ fn a_follower_left_behind_begins_anew_and_damage_is_seen() {
     assert!(follow(&other).contains("damaged"), "{}", follow(&other));
     assert!(matches!(owned.log.append(&[record(4, "y")]), Err(LogError::Unknown { .. })));
 }
+
+#[test]
+fn a_damaged_newest_snapshot_is_not_what_is_fallen_back_to() {
+    let server = Server::start(&[]);
+    let snapshot = |position: u64| Snapshot {
+        position,
+        sequences: vec![0, position],
+        payload: format!("state {position}").into(),
+    };
+    let (mut first, _) = take(&store(&server.url(), "cell"));
+    for position in 1..=4 {
+        first.append("x").unwrap();
+        if position % 2 == 0 {
+            first.log.snapshots().save(&snapshot(position)).unwrap();
+        }
+    }
+    let damage = |position: &str| {
+        server.call::<u64>(&["HSET", &format!("evalgrid:{{cell}}:snapshot:{position}"), "0", "nonsense"]);
+    };
+    damage("4");
+    first.tenure.release().unwrap();
+    let (mut second, _) = take(&store(&server.url(), "cell"));
+    assert_eq!(second.seen.snapshot, Some(2));
+    second.log.append(&[record(5, "y")]).unwrap();
+    second.log.snapshots().save(&snapshot(5)).unwrap();
+    // The newest is damaged again: the one before it is whole, and so is its tail.
+    second.log.cut(u64::MAX).unwrap();
+    damage("5");
+    let fresh = read(&server.url(), "cell");
+    assert_eq!((fresh.snapshot, fresh.payloads.len()), (Some(2), 3));
+}

@@ -238,6 +238,10 @@ impl Reader {
             if next.is_some() {
                 return Err(corrupt(path, 0, "it is shorter than a segment's header"));
             }
+            // Ours, if a crash has cut it short, begins as a header does, or with zeros.
+            if bytes.iter().any(|byte| *byte != 0) && !segment::may_begin(bytes) {
+                return Err(corrupt(path, 0, "it does not begin with a segment's header"));
+            }
             self.recovery.torn_bytes += bytes.len() as u64;
             return Ok(tail);
         };

@@ -80,6 +80,11 @@ impl Header {
     }
 }
 
+/// Whether a file that is shorter than a header can be the beginning of one.
+pub(super) fn may_begin(bytes: &[u8]) -> bool {
+    bytes.iter().zip(MAGIC).all(|(found, expected)| *found == expected)
+}
+
 /// The path of the segment that begins at `first_position`.
 pub(super) fn path(dir: &Path, first_position: u64) -> PathBuf {
     dir.join(format!("{first_position:020}{SUFFIX}"))

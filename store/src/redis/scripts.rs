@@ -180,7 +180,8 @@ return 1
 
 script!(
     /// Keys owner, snapshots, new snapshot, the one to drop (or the new one); epoch, nonce, position, number of chunks, position of
-    /// the one to drop (or empty). Makes it the newest. 1: done. 0: not the owner. -1: not all of it is there, or another was saved.
+    /// the older one (or empty), whether the newest so far is whole (1) and becomes the older one, or is dropped itself (0). Makes it
+    /// the newest. 1: done. 0: not the owner. -1: not all of it is there, or another was saved.
     SNAPSHOT_END,
     r"
 local owner = redis.call('HMGET', KEYS[1], 'epoch', 'nonce')
@@ -189,9 +190,9 @@ local kept = redis.call('HMGET', KEYS[2], 'newest', 'older')
 if kept[1] == ARGV[3] then return 1 end
 if redis.call('HLEN', KEYS[3]) ~= tonumber(ARGV[4]) or (kept[2] or '') ~= ARGV[5] then return -1 end
 redis.call('HSET', KEYS[2], 'newest', ARGV[3])
-if kept[1] then redis.call('HSET', KEYS[2], 'older', kept[1]) end
+if kept[1] and ARGV[6] == '1' then redis.call('HSET', KEYS[2], 'older', kept[1]) end
 redis.call('HDEL', KEYS[2], 'pending')
-if ARGV[5] ~= '' then redis.call('UNLINK', KEYS[4]) end
+if KEYS[4] ~= KEYS[3] then redis.call('UNLINK', KEYS[4]) end
 return 1
 "
 );

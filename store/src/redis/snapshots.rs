@@ -29,6 +29,8 @@ pub(super) struct Kept {
     older: Option<u64>,
     /// One that was begun and not finished.
     pending: Option<u64>,
+    /// The newest is this owner's own: it need not be read to know that it is whole.
+    own: bool,
 }
 
 /// Which snapshots there are.
@@ -43,6 +45,7 @@ pub(super) fn kept(link: &mut Link) -> Result<Kept, RedisError> {
             newest: value::number(newest),
             older: value::number(older),
             pending: value::number(pending),
+            own: false,
         }),
         _ => Err(link.unknown("HMGET")),
     }
@@ -155,14 +158,27 @@ impl RedisSnapshots {
                 &[number.to_string().as_bytes(), chunk],
             )?;
         }
-        let dropped = names.snapshot(kept.older.unwrap_or(snapshot.position));
+        // What is kept to fall back to must be whole: a damaged newest goes, and the one before it stays.
+        let whole = match kept.newest {
+            Some(newest) if !kept.own => match load(link, &names.snapshot(newest), newest)? {
+                Ok(_) => true,
+                Err(_) => {
+                    tracing::warn!(position = newest, "the newest snapshot is damaged; the one before it is kept in its place");
+                    false
+                }
+            },
+            _ => true,
+        };
+        let dropped = if whole { kept.older } else { kept.newest };
+        let dropped = names.snapshot(dropped.unwrap_or(snapshot.position));
         let older = kept.older.map(|older| older.to_string()).unwrap_or_default();
+        let keep_newest: &[u8] = if whole { b"1" } else { b"0" };
         let keys = [names.owner.as_str(), &names.snapshots, &key, &dropped];
         let done = self.step(
             link,
             &SNAPSHOT_END,
             &keys,
-            &[position.as_bytes(), count.as_bytes(), older.as_bytes()],
+            &[position.as_bytes(), count.as_bytes(), older.as_bytes(), keep_newest],
         )?;
         if done < 0 {
             return Err(RedisError::Damaged {
@@ -173,8 +189,9 @@ impl RedisSnapshots {
         }
         *kept = Kept {
             newest: Some(snapshot.position),
-            older: kept.newest,
+            older: if whole { kept.newest } else { kept.older },
             pending: None,
+            own: true,
         };
         Ok(())
     }
