@@ -41,7 +41,10 @@ pub(crate) async fn run(command: options::Organizations) -> Result<(), Failure> 
         options::Organizations::Move(options) => {
             let options = *options;
             if options.from.iter().any(|address| options.to.contains(address)) {
-                return Err(Failure::usage("--from and --to name the same cell", "Name the cell to move to: --to http://host:port"));
+                return Err(Failure::usage(
+                    "--from and --to name the same cell",
+                    "Name the cell to move to: --to http://host:port",
+                ));
             }
             let mut ends = Ends {
                 from: client::organizations_at(&options.from, options.from_token, options.from_token_file, "FROM").await?,

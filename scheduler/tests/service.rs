@@ -346,6 +346,30 @@ async fn an_older_log_put_in_place_is_believed_over_the_newer_index() {
         assert_eq!(client.get(&id).await.status(), v1::BatchStatus::Finished);
     }
     server.stop().await;
+
+    // A log that is not there at all is not a new installation.
+    std::fs::rename(&log, &backup).unwrap();
+    let key = std::fs::read(folder.path().join("api-key")).unwrap();
+    let refused = evalgrid_scheduler::Scheduler::open(support::options(folder.path()))
+        .await
+        .err()
+        .unwrap();
+    assert!(refused.to_string().contains("not mounted"), "{refused}");
+    std::fs::remove_dir_all(folder.path().join("index")).unwrap();
+    let server = Server::start(folder.path()).await;
+    assert_eq!(
+        std::fs::read(folder.path().join("api-key")).unwrap(),
+        key,
+        "a key is never overwritten"
+    );
+    assert!(client_list(&server).await.batches.is_empty(), "and opens the new beginning");
+    server.stop().await;
+}
+
+async fn client_list(server: &Server) -> v1::BatchPage {
+    let mut client = server.client().await;
+    let request = with_token(v1::ListBatchesRequest::default(), &client.key);
+    client.batches.list(request).await.unwrap().into_inner()
 }
 
 fn walk(folder: &Path) -> Vec<std::path::PathBuf> {

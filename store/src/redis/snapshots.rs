@@ -163,7 +163,10 @@ impl RedisSnapshots {
             Some(newest) if !kept.own => match load(link, &names.snapshot(newest), newest)? {
                 Ok(_) => true,
                 Err(_) => {
-                    tracing::warn!(position = newest, "the newest snapshot is damaged; the one before it is kept in its place");
+                    tracing::warn!(
+                        position = newest,
+                        "the newest snapshot is damaged; the one before it is kept in its place"
+                    );
                     false
                 }
             },
