@@ -62,6 +62,12 @@ impl Redis {
             .spawn()
             .expect("redis-server is installed: run `cargo xtask install`");
         self.process = Some(child);
+        // A scheduler that finds no Redis when it starts ends: whoever comes back from here may start one.
+        let end = std::time::Instant::now() + PATIENCE;
+        while !self.command(&["PING"]).contains("PONG") {
+            assert!(std::time::Instant::now() < end, "redis-server answers");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// Kills it as a power cut of the process would.

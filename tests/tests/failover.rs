@@ -25,7 +25,7 @@ async fn run(api: &Api) -> (String, Value) {
     (id, ended)
 }
 
-/// catalogue 49: the loss is found by every process that had seen what is gone, and said.
+/// catalogue 49: the loss is found by whoever had seen what is gone, and said.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_lagging_replica_loses_is_told_and_the_rest_is_true() {
     let folder = tempfile::tempdir().unwrap();
@@ -63,11 +63,10 @@ async fn what_a_lagging_replica_loses_is_told_and_the_rest_is_true() {
         (&json!(2), vec![next.as_str(), kept.as_str()]),
         "no row tells of what is lost"
     );
-    for number in 0..2 {
+    // The one that was active had seen what is gone, whether or not the standby had come that far.
+    let told = |number: usize| {
         let log = std::fs::read_to_string(folder.path().join(format!("scheduler-{number}.log"))).unwrap();
-        assert!(
-            log.contains("has lost records that may have been acknowledged"),
-            "scheduler {number}: {log}"
-        );
-    }
+        log.contains("has lost records that may have been acknowledged")
+    };
+    assert!(told(0) || told(1), "the loss is told");
 }
