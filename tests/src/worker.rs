@@ -214,6 +214,8 @@ impl Worker {
             };
             if stale.contains(&token) {
                 self.seen.stale += 1;
+                // A verdict that was recorded, and whose acknowledgement was lost, has ended its lease.
+                self.seen.trials += u64::from(matches!(fact, Fact::Result(_)));
                 if let Some(trial) = self.trials.remove(&token) {
                     self.destroyed.push(trial.sandbox);
                 }
