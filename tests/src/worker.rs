@@ -70,6 +70,8 @@ pub struct Worker {
     next_number: u64,
     began: Option<Instant>,
     rng: StdRng,
+    /// Verdicts that were recorded, as far as can be told, without an acknowledgement that arrived.
+    settled_unseen: u64,
     /// What it saw so far.
     pub seen: Seen,
     /// When the first acknowledgement after the newest connection came.
@@ -97,6 +99,7 @@ impl Worker {
             destroyed: Vec::new(),
             next_number: 0,
             began: None,
+            settled_unseen: 0,
             seen: Seen::default(),
             first_ack: None,
         }
@@ -104,19 +107,23 @@ impl Worker {
 
     /// Works until its trials are done; comes back whenever the connection breaks.
     pub async fn run(&mut self) {
-        while self.seen.trials < self.shape.trials {
+        while !self.is_done() {
             for number in 0..self.endpoints.len() {
                 // A standby, or one that is gone, ends it at once.
                 let _ = self.session(number).await;
-                if self.seen.trials >= self.shape.trials {
+                if self.is_done() {
                     break;
                 }
             }
-            if self.seen.trials < self.shape.trials {
+            if !self.is_done() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         }
         self.seen.took = self.began.map_or(Duration::ZERO, |began| began.elapsed());
+    }
+
+    fn is_done(&self) -> bool {
+        self.seen.trials.saturating_add(self.settled_unseen) >= self.shape.trials
     }
 
     async fn session(&mut self, number: usize) -> Result<(), tonic::Status> {
@@ -155,7 +162,7 @@ impl Worker {
         let mut heartbeat = tokio::time::interval(Duration::from_secs(1));
         loop {
             self.flush(&up).await?;
-            if self.seen.trials >= self.shape.trials {
+            if self.is_done() {
                 return Ok(());
             }
             tokio::select! {
@@ -215,7 +222,7 @@ impl Worker {
             if stale.contains(&token) {
                 self.seen.stale += 1;
                 // A verdict that was recorded, and whose acknowledgement was lost, has ended its lease.
-                self.seen.trials += u64::from(matches!(fact, Fact::Result(_)));
+                self.settled_unseen += u64::from(matches!(fact, Fact::Result(_)));
                 if let Some(trial) = self.trials.remove(&token) {
                     self.destroyed.push(trial.sandbox);
                 }
