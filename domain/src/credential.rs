@@ -13,21 +13,24 @@ pub struct Method {
     pub fields: &'static [(&'static str, &'static str)],
 }
 
-/// How a harness signs in by variables; `None` where it only knows subscriptions, which this server has none of.
-pub fn method(harness: Harness) -> Option<Method> {
+/// How a harness signs in by variables. Every base URL is the operator's way to a model server of his own.
+pub fn method(harness: Harness) -> Method {
     let fields: &[(&str, &str)] = match harness {
         Harness::Command => {
-            return Some(Method { id: "none", fields: &[] });
+            return Method { id: "none", fields: &[] };
         }
-        Harness::Claude => &[("ANTHROPIC_API_KEY", "apiKey")],
-        Harness::Codex => &[("OPENAI_API_KEY", "apiKey")],
+        Harness::Claude => &[("ANTHROPIC_API_KEY", "apiKey"), ("ANTHROPIC_BASE_URL", "baseUrl")],
+        Harness::Codex => &[("OPENAI_API_KEY", "apiKey"), ("OPENAI_BASE_URL", "baseUrl")],
         Harness::Fx => &[("AI_GATEWAY_API_KEY", "apiKey")],
-        Harness::Gemini => &[("GEMINI_API_KEY", "apiKey")],
+        Harness::Gemini => &[("GEMINI_API_KEY", "apiKey"), ("GOOGLE_GEMINI_BASE_URL", "baseUrl")],
         Harness::Cursor => &[("CURSOR_API_KEY", "apiKey")],
         Harness::Qwen => &[("DASHSCOPE_API_KEY", "apiKey"), ("QWEN_BASE_URL", "baseUrl")],
-        Harness::Opencode | Harness::Pi | Harness::Bub => return None,
+        // Ours: in the public API these sign in with subscriptions only, which this server has none of.
+        Harness::Opencode => &[("OPENCODE_API_KEY", "apiKey"), ("OPENCODE_BASE_URL", "baseUrl")],
+        Harness::Pi => &[("PI_API_KEY", "apiKey"), ("PI_BASE_URL", "baseUrl")],
+        Harness::Bub => &[("BUB_API_KEY", "apiKey"), ("BUB_API_BASE", "baseUrl")],
     };
-    Some(Method { id: "api-key", fields })
+    Method { id: "api-key", fields }
 }
 
 /// The documented text of a credential that is not there.
@@ -60,29 +63,28 @@ mod tests {
 
     #[test]
     fn credentials_come_from_variables() {
-        let check = |harness: Harness, variables: &[(&str, &str)], expected: Option<Result<&[(&str, &str)], &'static str>>| {
+        let check = |harness: Harness, variables: &[(&str, &str)], expected: Result<&[(&str, &str)], &'static str>| {
             let variables = variables
                 .iter()
                 .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
                 .collect();
-            let expected =
-                expected.map(|values| values.map(|values| values.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect()));
-            assert_eq!(method(harness).map(|method| method.values(&variables)), expected, "{harness:?}");
+            let expected = expected.map(|values| values.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect());
+            assert_eq!(method(harness).values(&variables), expected, "{harness:?}");
         };
-        check(Harness::Command, &[], Some(Ok(&[])));
-        check(Harness::Claude, &[], Some(Err("ANTHROPIC_API_KEY")));
+        check(Harness::Command, &[], Ok(&[]));
+        check(Harness::Claude, &[], Err("ANTHROPIC_API_KEY"));
         check(
             Harness::Claude,
             &[("ANTHROPIC_API_KEY", "k"), ("OPENAI_API_KEY", "o")],
-            Some(Ok(&[("apiKey", "k")])),
+            Ok(&[("apiKey", "k")]),
         );
-        check(Harness::Qwen, &[("DASHSCOPE_API_KEY", "k")], Some(Ok(&[("apiKey", "k")])));
+        check(Harness::Qwen, &[("DASHSCOPE_API_KEY", "k")], Ok(&[("apiKey", "k")]));
         check(
             Harness::Qwen,
             &[("DASHSCOPE_API_KEY", "k"), ("QWEN_BASE_URL", "u")],
-            Some(Ok(&[("apiKey", "k"), ("baseUrl", "u")])),
+            Ok(&[("apiKey", "k"), ("baseUrl", "u")]),
         );
-        check(Harness::Qwen, &[("QWEN_BASE_URL", "u")], Some(Err("DASHSCOPE_API_KEY")));
-        check(Harness::Pi, &[], None);
+        check(Harness::Qwen, &[("QWEN_BASE_URL", "u")], Err("DASHSCOPE_API_KEY"));
+        check(Harness::Pi, &[], Err("PI_API_KEY"));
     }
 }

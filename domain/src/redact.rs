@@ -19,6 +19,9 @@ pub const REDACTED: &str = "[redacted]";
 /// The shortest value that is redacted as such: shorter ones would tear ordinary words apart.
 pub const MIN_SECRET: usize = 8;
 
+/// Only a URL's password can hold what another shape has left, and what is left of a password is [`REDACTED`] alone: two passes find all.
+const SHAPE_PASSES: usize = 2;
+
 /// Removes the secrets of one trial.
 #[derive(Clone, Default)]
 pub struct Redactor {
@@ -57,10 +60,14 @@ impl Redactor {
             Some(exact) => replace(text, merge(exact, text)),
             None => Cow::Borrowed(text),
         };
-        match text {
+        // What one pass has replaced can complete a shape around it: a key block in the password of a URL, whose spaces had hidden the URL.
+        (0..SHAPE_PASSES).fold(text, |text, _| match text {
             Cow::Borrowed(text) => replace(text, shapes::find(text)),
-            Cow::Owned(text) => Cow::Owned(replace(&text, shapes::find(&text)).into_owned()),
-        }
+            Cow::Owned(text) => match replace(&text, shapes::find(&text)) {
+                Cow::Borrowed(_) => Cow::Owned(text),
+                Cow::Owned(cleaner) => Cow::Owned(cleaner),
+            },
+        })
     }
 
     /// Removes the secrets of a string in place.

@@ -120,6 +120,11 @@ fn shapes_in_context() {
             "git clone https://x:[redacted]@h/r.git".to_owned(),
         ),
         ("https://:secret@host".to_owned(), "https://:[redacted]@host".to_owned()),
+        // The spaces of the block hide the URL until the block is gone.
+        (
+            format!("https://u:{open_pem}-----END PRIVATE KEY-----pw@h"),
+            "https://u:[redacted]@h".to_owned(),
+        ),
         (
             format!("https://ghp_{}:x-oauth-basic@h", "a".repeat(20)),
             "https://[redacted]:[redacted]@h".to_owned(),

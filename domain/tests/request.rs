@@ -52,7 +52,7 @@ fn minimal() -> Value {
 fn everything() -> Support {
     use Feature::*;
     Support {
-        harnesses: Harness::ALL.iter().map(|(_, harness)| *harness).collect(),
+        harnesses: Harness::ALL.iter().map(|(_, harness)| (*harness, "1".to_owned())).collect(),
         sandboxes: [(Sandbox::E2b, Sandbox::Bubblewrap), (Sandbox::Bubblewrap, Sandbox::Bubblewrap)].into(),
         features: [
             CodeValidator,
@@ -583,7 +583,7 @@ fn unsupported_fields_are_named() {
     );
     // The least of servers runs the least of requests.
     let least = Support {
-        harnesses: [Harness::Claude].into(),
+        harnesses: [(Harness::Claude, "2".to_owned())].into(),
         sandboxes: [(Sandbox::E2b, Sandbox::Bubblewrap)].into(),
         features: [].into(),
     };

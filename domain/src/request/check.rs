@@ -247,7 +247,7 @@ fn check_case_support(path: &str, case: &Case, support: &Support) -> Result<(), 
 }
 
 fn check_variant_support(path: &str, variant: &VariantRequest, support: &Support) -> Result<(), StartRefusal> {
-    if !support.harnesses.contains(&variant.harness) {
+    if !support.harnesses.contains_key(&variant.harness) {
         return refuse_at(
             &format!("{path}.harness"),
             format!("\"{}\" is not supported by this server yet", variant.harness.name()),

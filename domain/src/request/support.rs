@@ -34,8 +34,8 @@ pub enum Feature {
 /// What this server can do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Support {
-    /// Agents that can run.
-    pub harnesses: BTreeSet<Harness>,
+    /// Agents that can run, each with the version that does; `unknown` where nobody but its author knows it.
+    pub harnesses: BTreeMap<Harness, String>,
     /// Names of sandboxes that can be asked for, each with what really runs: `e2b` to `bubblewrap`, `bubblewrap` to itself.
     pub sandboxes: BTreeMap<Sandbox, Sandbox>,
     /// Parts of the contract that work.
