@@ -9,6 +9,7 @@ use std::{
 };
 
 use evalgrid_api::{ApiOptions, CellAddresses};
+use evalgrid_domain::{credential, request::Harness};
 use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
@@ -25,16 +26,6 @@ const SLOTS_PER_PROCESSOR: usize = 4;
 const FEWEST_SLOTS: usize = 4;
 /// Below the data folder: where the executor of `serve` lives.
 const WORK: &str = "work";
-/// Keys of agents that a profile may ask for by these names (the others that the platform knows are never a profile's).
-const KNOWN_VARIABLES: &[&str] = &[
-    "AI_GATEWAY_API_KEY",
-    "ANTHROPIC_API_KEY",
-    "CURSOR_API_KEY",
-    "DASHSCOPE_API_KEY",
-    "GEMINI_API_KEY",
-    "OPENAI_API_KEY",
-    "QWEN_BASE_URL",
-];
 /// What to do where no sandbox works.
 const NO_SANDBOX: &str =
     "Install bubblewrap; or, where agents are trusted as much as you are, let them run as plain processes with --enable-process-sandbox.";
@@ -303,6 +294,7 @@ async fn open(
         data: data.to_owned(),
         lease: flags.lease,
         sandbox_map: sandbox_map(&flags.sandbox_map, providers),
+        harnesses: harnesses(),
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
         cell: None,
@@ -366,10 +358,16 @@ fn sandbox_map(given: &[(String, String)], providers: &[&str]) -> BTreeMap<Strin
     map
 }
 
-/// Values for the variables that profiles may ask for. One that the operator names must be there.
+/// Agents that can be asked for.
+fn harnesses() -> BTreeMap<Harness, String> {
+    [(Harness::Command, "unknown".to_owned())].into()
+}
+
+/// Values for what harnesses sign in with, which profiles may ask for too, and for the variables that the operator names, which must be there.
 fn environment(named: &[String], read: impl Fn(&str) -> Option<String>) -> Result<BTreeMap<String, String>, Failure> {
     let mut values = BTreeMap::new();
-    for name in KNOWN_VARIABLES {
+    let known = Harness::ALL.iter().flat_map(|(_, harness)| credential::method(*harness).fields);
+    for (name, _) in known {
         values.extend(
             read(name)
                 .filter(|value| !value.is_empty())

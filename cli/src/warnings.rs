@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(of(example.as_bytes()), Vec::<String>::new());
         let request = decode_start(&parse_json(example.as_bytes(), MAX_JSON_DEPTH).unwrap()).unwrap();
         let support = Support {
-            harnesses: [Harness::Command].into(),
+            harnesses: [(Harness::Command, "unknown".to_owned())].into(),
             sandboxes: [(Sandbox::E2b, Sandbox::Bubblewrap)].into(),
             features: [Feature::ScriptedUser, Feature::ProfileVariables].into(),
         };

@@ -120,7 +120,7 @@ pub(crate) struct Attempt<'a> {
 
 /// Runs the trial of a lease, or what is left of it.
 pub(crate) async fn run(worker: &Worker, lease: &Lease) -> Ended {
-    let redactor = Arc::new(Redactor::new(lease.variables.values()));
+    let redactor = Arc::new(Redactor::new(lease.variables.values().chain(lease.credential.values())));
     match attempt(worker, lease, redactor.clone()).await {
         Ok(outcome) => Ended::Outcome(Box::new(outcome)),
         Err(Stop::Failed(kind, reason)) => Ended::Failed(kind, outcome::failure_text(&redactor.text(&reason))),

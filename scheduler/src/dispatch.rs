@@ -1,7 +1,8 @@
 //! Waiting trials meet workers with free slots.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
+use evalgrid_domain::{credential, request::Harness};
 use evalgrid_proto::{
     log::v1::event::Kind,
     v1::{self, to_worker::Message},
@@ -76,5 +77,13 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
             .map(|(name, value)| (name.clone(), value.clone()))
             .collect(),
         model_key: admission::model_key(variant),
+        credential: credential(&variant.harness, variables),
     })
+}
+
+/// What the harness signs in with. One that has vanished since the start is left out: the executor ends the trial and names the harness.
+fn credential(harness: &str, variables: &Variables) -> HashMap<String, String> {
+    let method = Harness::from_name(harness).map(credential::method);
+    let values = method.and_then(|method| method.values(variables).ok());
+    values.into_iter().flatten().collect()
 }

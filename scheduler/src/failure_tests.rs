@@ -217,7 +217,15 @@ impl Site {
             filing: Arc::default(),
         };
         let map: BTreeMap<String, String> = [("e2b".to_owned(), "bubblewrap".to_owned())].into();
-        let admission = Admission::new(reader.clone(), recovery::support(&map).unwrap(), Arc::default());
+        let admission = Admission::new(
+            reader.clone(),
+            recovery::support(
+                &map,
+                &BTreeMap::from([(evalgrid_domain::request::Harness::Command, "unknown".to_owned())]),
+            )
+            .unwrap(),
+            Arc::default(),
+        );
         let (stop, stopping) = watch::channel(false);
         Site {
             engine,

@@ -51,6 +51,7 @@ pub mod heart {
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
+use evalgrid_domain::request::Harness;
 use evalgrid_store::{Objects, SledIndex, StoredObjects};
 use tokio::{net::TcpListener, sync::watch};
 use tonic::transport::{Server, server::TcpIncoming};
@@ -91,6 +92,8 @@ pub struct SchedulerOptions {
     pub lease: Duration,
     /// Names of sandboxes that may be asked for, each with the provider that really runs it.
     pub sandbox_map: BTreeMap<String, String>,
+    /// Agents that the workers have, each with its version (`unknown` for the command harness).
+    pub harnesses: BTreeMap<Harness, String>,
     /// How long a trial waits for the worker that has its sandbox.
     pub affinity_grace: Duration,
     /// Values of variables that profiles may name.
@@ -153,7 +156,7 @@ impl Scheduler {
         if !(MIN_LEASE..=MAX_LEASE).contains(&options.lease) {
             return Err(OpenError::Lease(options.lease));
         }
-        let support = recovery::support(&options.sandbox_map)?;
+        let support = recovery::support(&options.sandbox_map, &options.harnesses)?;
         let world = Machine::shared();
         let folder = Folder::open(&options.data, &options.tokens, world.as_ref())?;
         let objects: Arc<dyn Objects> = Arc::new(match &options.objects {

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use evalgrid_domain::request::{Sandbox, Support};
+use evalgrid_domain::request::{Harness, Sandbox, Support};
 use evalgrid_store::{
     FileLog, Index as _, IndexError, LogError, LogOptions, ObjectError, Objects, Opened, Recovery, SledIndex, StoredObjects,
 };
@@ -256,12 +256,12 @@ fn free_name(data: &Path) -> PathBuf {
 }
 
 /// What may be asked for, from the operator's names.
-pub fn support(map: &BTreeMap<String, String>) -> Result<Support, OpenError> {
+pub fn support(map: &BTreeMap<String, String>, harnesses: &BTreeMap<Harness, String>) -> Result<Support, OpenError> {
     let parse = |name: &String| {
         let known = || Sandbox::ALL.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
         Sandbox::from_name(name).ok_or_else(|| OpenError::Sandbox(name.clone(), known()))
     };
     let pairs: Result<Vec<(Sandbox, Sandbox)>, OpenError> =
         map.iter().map(|(name, provider)| Ok((parse(name)?, parse(provider)?))).collect();
-    Ok(crate::starts::support(pairs?))
+    Ok(crate::starts::support(pairs?, harnesses.clone()))
 }

@@ -39,10 +39,10 @@ use crate::{
 /// Starts decoded at once: each may hold 64 MiB of body and several times that while it is decoded.
 const MAX_STARTS_AT_ONCE: usize = 4;
 
-/// What this version of the server can run, on the providers that the operator has named.
-pub fn support(sandboxes: impl IntoIterator<Item = (Sandbox, Sandbox)>) -> Support {
+/// What this version of the server can run: the agents that there are, on the providers that the operator has named.
+pub fn support(sandboxes: impl IntoIterator<Item = (Sandbox, Sandbox)>, harnesses: impl IntoIterator<Item = (Harness, String)>) -> Support {
     Support {
-        harnesses: [Harness::Command].into(),
+        harnesses: harnesses.into_iter().collect(),
         sandboxes: sandboxes.into_iter().collect(),
         features: [Feature::ScriptedUser, Feature::ProfileVariables].into(),
     }
@@ -291,8 +291,7 @@ impl Admission {
 
     fn check_credentials(&self, harnesses: impl Iterator<Item = Harness>) -> Result<(), Status> {
         for harness in harnesses {
-            let values = credential::method(harness).map(|method| method.values(&self.variables));
-            if let Some(Err(variable)) = values {
+            if let Err(variable) = credential::method(harness).values(&self.variables) {
                 return Err(bad_request(credential::missing(harness, variable)));
             }
         }
@@ -379,8 +378,12 @@ fn started_event(
         provider: provider(variant.sandbox).name().to_owned(),
         profile: variant.profile_name().map(str::to_owned),
         profile_version: variant.profile.as_ref().map(identity::profile_version),
-        // The command harness is the profile's own program, and what runs on a client's machine is not ours to know (decision 6).
-        harness_version: "unknown".to_owned(),
+        // What runs on a client's machine is not ours to know (decision 6).
+        harness_version: support
+            .harnesses
+            .get(&variant.harness)
+            .filter(|_| !wanted.local)
+            .map_or_else(|| "unknown".to_owned(), String::clone),
         variables: variant
             .profile
             .as_ref()

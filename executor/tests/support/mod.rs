@@ -233,6 +233,7 @@ impl Grid {
             steps: Vec::new(),
             variables: HashMap::new(),
             model_key: String::new(),
+            credential: HashMap::new(),
         }
     }
 

@@ -90,6 +90,7 @@ pub fn options(data: &Path) -> SchedulerOptions {
         data: data.into(),
         lease: Duration::from_secs(30),
         sandbox_map,
+        harnesses: [(evalgrid_domain::request::Harness::Command, "unknown".to_owned())].into(),
         affinity_grace: Duration::from_secs(60),
         environment: [("OPENAI_API_KEY".to_owned(), "sk-secret-value".to_owned())].into(),
         cell: None,
