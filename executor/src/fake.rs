@@ -79,6 +79,9 @@ impl Sandbox for FakeSandbox {
     fn shared(&self) -> &str {
         "/run/evalgrid/shared/current"
     }
+    fn tools(&self) -> &str {
+        "/run/evalgrid/tools"
+    }
     async fn write_files(&self, _: Base, _: &[(String, Vec<u8>)], _: bool) -> Result<(), SandboxError> {
         Ok(())
     }

@@ -34,6 +34,7 @@ pub struct Inside {
     pub home: String,
     pub workspace: String,
     pub shared: String,
+    pub tools: String,
 }
 
 /// What talking to a supervisor came to.
@@ -239,6 +240,10 @@ impl Sandbox for Handle {
 
     fn shared(&self) -> &str {
         &self.inside.shared
+    }
+
+    fn tools(&self) -> &str {
+        &self.inside.tools
     }
 
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError> {

@@ -26,6 +26,8 @@ pub const INIT_PATH: &str = "/run/evalgrid/init";
 pub const HOME: &str = "/home/agent";
 /// The shared folder inside; what is shared is below its link.
 pub const SHARE: &str = "/run/evalgrid/shared";
+/// The folder of programs inside.
+pub const TOOLS: &str = "/run/evalgrid/tools";
 /// The workspace inside.
 pub const WORKSPACE: &str = "/workspace";
 

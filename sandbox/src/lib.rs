@@ -178,6 +178,9 @@ pub trait Sandbox: Send + Sync {
     fn workspace(&self) -> &str;
     /// Absolute path of the files of [`SandboxProvider::share`] as processes inside see it. It is there from the first call of that on.
     fn shared(&self) -> &str;
+    /// Absolute path of the provider's folder of programs (agents, installed once per host) as processes inside see it. What is added to the
+    /// folder shows in living sandboxes too; nothing inside can change it where the provider isolates.
+    fn tools(&self) -> &str;
     /// Writes text files below `base`, making folders; never follows a symlink out of `base`. Mode 0644 (0600 if `private`), folders 0755.
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError>;
     /// At most `limit` bytes of a file below `base`; `None` if there is no such regular file. Never follows a symlink out of `base`.

@@ -60,6 +60,8 @@ pub struct Bubblewrap {
     pub etc: PathBuf,
     /// The shared folder.
     pub share: PathBuf,
+    /// The folder of programs.
+    pub tools: PathBuf,
     /// Shares the host's network.
     pub network: bool,
 }

@@ -25,7 +25,7 @@ use crate::{
     destroy,
     handle::{self, Handle, Inside},
     helpers,
-    inner_protocol::{HOME, SHARE, WORKSPACE},
+    inner_protocol::{HOME, SHARE, TOOLS, WORKSPACE},
     journal,
     layout::{self, Layout},
     protocol::{Backend, Bubblewrap, Create, Reply, Request},
@@ -41,6 +41,8 @@ const ZYGOTE_PATIENCE: Duration = Duration::from_secs(10);
 const DESTROY_PATIENCE: Duration = Duration::from_secs(20);
 /// A living supervisor answers at once.
 const ATTACH_PATIENCE: Duration = Duration::from_secs(10);
+/// The tools folder of a provider that was given no other, below its root. Empty.
+const OWN_TOOLS: &str = ".tools";
 
 /// Sandboxes that are nothing but folders and process trees: no isolation at all.
 pub struct ProcessProvider {
@@ -80,6 +82,12 @@ impl ProcessProvider {
         })
     }
 
+    /// The folder of programs that its sandboxes see, read-only where the provider isolates, at [`Sandbox::tools`]; made where it is missing.
+    pub fn with_tools(mut self, folder: &Path) -> Result<Self, SandboxError> {
+        self.core.use_tools(folder)?;
+        Ok(self)
+    }
+
     /// What this host enforces.
     pub fn enforcement(&self) -> &Enforcement {
         &self.core.enforcement
@@ -103,12 +111,19 @@ impl BubblewrapProvider {
                 executable: executable.to_owned(),
                 etc: root.join(".etc"),
                 share: share::folder(root),
+                tools: root.join(OWN_TOOLS),
                 network: options.network,
             }))
         };
         Ok(Self {
             core: Core::new(root.as_ref(), executable, backend, "bubblewrap")?,
         })
+    }
+
+    /// The folder of programs that its sandboxes see, read-only where the provider isolates, at [`Sandbox::tools`]; made where it is missing.
+    pub fn with_tools(mut self, folder: &Path) -> Result<Self, SandboxError> {
+        self.core.use_tools(folder)?;
+        Ok(self)
     }
 
     /// What this host enforces.
@@ -212,6 +227,8 @@ impl SandboxProvider for BubblewrapProvider {
 struct Core {
     provider: &'static str,
     root: Arc<Root>,
+    /// Absolute. Whoever makes a sandbox sees to it that it is there.
+    tools: PathBuf,
     executable: PathBuf,
     boot_id: String,
     backend: Backend,
@@ -253,6 +270,7 @@ impl Core {
         tracing::info!(provider, enforcement = enforcement.description, "sandbox provider is ready");
         Ok(Self {
             provider,
+            tools: root.path.join(OWN_TOOLS),
             root: Arc::new(root),
             executable,
             boot_id,
@@ -261,6 +279,15 @@ impl Core {
             enforcement,
             zygote: Mutex::new(None),
         })
+    }
+
+    fn use_tools(&mut self, folder: &Path) -> Result<(), SandboxError> {
+        let found = make_tools(folder).and_then(|()| folder.canonicalize());
+        self.tools = found.map_err(|e| self.failed(format!("the tools folder {}: {e}", folder.display())))?;
+        if let Backend::Bubblewrap(bubblewrap) = &mut self.backend {
+            bubblewrap.tools.clone_from(&self.tools);
+        }
+        Ok(())
     }
 
     fn failed(&self, reason: impl ToString) -> SandboxError {
@@ -277,11 +304,13 @@ impl Core {
                 home: text(layout.home()),
                 workspace: text(layout.workspace()),
                 shared: text(share::folder(&self.root.path).join(share::CURRENT)),
+                tools: text(self.tools.clone()),
             },
             Backend::Bubblewrap(_) => Inside {
                 home: HOME.to_owned(),
                 workspace: WORKSPACE.to_owned(),
                 shared: format!("{SHARE}/{}", share::CURRENT),
+                tools: TOOLS.to_owned(),
             },
         };
         Box::new(Handle::new(name, token, layout, inside, client))
@@ -291,8 +320,8 @@ impl Core {
         if !layout::is_sandbox_name(&spec.name) {
             return Err(self.failed(format!("{:?} is not a name for a sandbox", spec.name)));
         }
-        let root = self.root.clone();
-        handle::on_blocking_thread(move || Ok(root.ensure()))
+        let (root, tools) = (self.root.clone(), self.tools.clone());
+        handle::on_blocking_thread(move || Ok(root.ensure().and_then(|()| make_tools(&tools))))
             .await?
             .map_err(|e| self.failed(format!("prepare {}: {e}", self.root.path.display())))?;
         let create = Create {
@@ -486,6 +515,14 @@ impl Core {
             }),
         }
     }
+}
+
+/// Other users' processes (a container's) must be able to read it.
+fn make_tools(folder: &Path) -> io::Result<()> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(folder)
 }
 
 /// The absolute path of a program.

@@ -53,6 +53,7 @@ conformance! {
     files_go_in_and_out
     symlinks_lead_nowhere
     shared_files_are_read_only_and_replaced_as_a_whole
+    tools_are_seen_by_the_living_too
     destroy_leaves_nothing
     destroy_of_half_made_and_rebooted_sandboxes
     lifetime_ends_a_sandbox
@@ -637,6 +638,20 @@ async fn shared_files_are_read_only_and_replaced_as_a_whole(world: World) {
         assert_eq!(stdout(&sandbox.run(&bash("two", &look)).await.unwrap()), "./c:two\n555 \n444 c\n");
     }
     second.destroy(&spec.name).await.unwrap();
+    world.destroy().await;
+}
+
+async fn tools_are_seen_by_the_living_too(world: World) {
+    let sandbox = world.create().await;
+    let script = format!("cat {0}/*/it; (echo x > {0}/new && rm {0}/new) 2>/dev/null", sandbox.tools());
+    assert_eq!(stdout(&sandbox.run(&bash("nothing", &script)).await.unwrap()), "");
+    // Installed while it lives.
+    let folder = world.root.path().join("tools/agent-1.0");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("it"), "text").unwrap();
+    let exit = sandbox.run(&bash("one", &script)).await.unwrap();
+    let changed = exit.code == 0;
+    assert_eq!((stdout(&exit).as_str(), changed), ("text", sandbox.home() != "/home/agent"));
     world.destroy().await;
 }
 

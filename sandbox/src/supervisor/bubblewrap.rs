@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     cgroup::Group,
-    inner_protocol::{Channel, HOME, INIT_PATH, Order, Report, SHARE, WORKSPACE},
+    inner_protocol::{Channel, HOME, INIT_PATH, Order, Report, SHARE, TOOLS, WORKSPACE},
     layout::Layout,
     protocol::{self, Bubblewrap},
     sys::{self, Prepare, Reaped},
@@ -227,5 +227,6 @@ fn arguments(command: &mut Command, spec: &Bubblewrap, layout: &Layout) {
     command.arg("--bind").arg(layout.workspace()).arg(WORKSPACE);
     command.arg("--ro-bind").arg(&spec.executable).arg(INIT_PATH);
     command.arg("--ro-bind").arg(&spec.share).arg(SHARE);
+    command.arg("--ro-bind").arg(&spec.tools).arg(TOOLS);
     command.args(["--remount-ro", "/", "--chdir", WORKSPACE, "--", INIT_PATH, "sandbox-init"]);
 }

@@ -28,12 +28,14 @@ pub fn makers() -> [(&'static str, Make); 2] {
 }
 
 pub fn make_process(root: &Path) -> Arc<dyn SandboxProvider> {
-    Arc::new(ProcessProvider::new(root.join("process"), helper()).unwrap())
+    let provider = ProcessProvider::new(root.join("process"), helper()).unwrap();
+    Arc::new(provider.with_tools(&root.join("tools")).unwrap())
 }
 
 pub fn make_bubblewrap(root: &Path) -> Arc<dyn SandboxProvider> {
     let provider = BubblewrapProvider::new(root.join("bubblewrap"), helper(), BubblewrapOptions::default());
-    Arc::new(provider.expect("bubblewrap must be installed for these tests (Debian: apt-get install bubblewrap)"))
+    let provider = provider.expect("bubblewrap must be installed for these tests (Debian: apt-get install bubblewrap)");
+    Arc::new(provider.with_tools(&root.join("tools")).unwrap())
 }
 
 /// One sandbox with its provider, removed at the end of a test.
