@@ -6,7 +6,9 @@ use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{limits::*, names::names, number::Number, outcome::Usage, redact::Redactor};
+use crate::{
+    changes::TurnChanges, coverage::Coverage, limits::*, names::names, number::Number, outcome::Usage, redact::Redactor, timing::Timing,
+};
 
 /// All that is kept of one trial.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -27,6 +29,15 @@ pub struct TrialEvidence {
     /// Ours: what else went wrong without ending the trial. Redacted.
     #[serde(default)]
     pub diagnostics: Vec<String>,
+    /// Ours: how much of the evidence is there. Absent where nobody said: a trial that a client's own machine reported, one without an agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub coverage: Option<Coverage>,
+    /// Ours: what the agent did to its workspace, for each turn that was looked at.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub file_changes: Vec<TurnChanges>,
+    /// Ours: where the time went.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timing: Option<Timing>,
 }
 
 /// One entry of a trajectory. Times are in milliseconds since the epoch, and may have a fraction.

@@ -1,5 +1,7 @@
 //! Vocabulary, limits, request validation, identity hashes and redaction. No I/O, no clock, no tokio.
 
+pub mod changes;
+pub mod coverage;
 pub mod credential;
 pub mod decode;
 pub mod evidence;
@@ -15,4 +17,5 @@ pub mod redact;
 pub mod report;
 pub mod request;
 pub mod timestamp;
+pub mod timing;
 pub mod verify;

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use evalgrid_domain::{
+    coverage::{Channel, Coverage},
     evidence::{Trajectory, TrialEvidence, Validation, VerifyStep},
     limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES},
     outcome::Usage,
@@ -34,6 +35,7 @@ pub(crate) struct Account {
     passed: Option<bool>,
     failure: Option<String>,
     void_fields: Vec<String>,
+    coverage: Coverage,
 }
 
 impl Account {
@@ -76,6 +78,7 @@ impl Account {
         }
         record.entries.into_iter().for_each(|entry| self.trajectory.push(entry));
         self.diagnostics(record.diagnostics);
+        self.coverage.lower(&record.coverage);
         if let Some(failure) = record.failure {
             self.void(failure, &[]);
         }
@@ -96,12 +99,13 @@ impl Account {
     }
 
     /// The trial's end. Big evidence is stored before it is named.
-    pub(crate) async fn outcome(self, attempt: &Attempt<'_>, sandbox_ms: u64) -> Result<TrialOutcome, Stop> {
+    pub(crate) async fn outcome(mut self, attempt: &Attempt<'_>, sandbox_ms: u64) -> Result<TrialOutcome, Stop> {
         let (status, exit_code) = match (&self.failure, self.passed) {
             (None, Some(true)) => (TrialStatus::Passed, 0),
             (None, Some(false)) => (TrialStatus::Failed, 1),
             _ => (TrialStatus::Void, -1),
         };
+        self.coverage.files.lower(&Channel::unavailable("Nobody looked at the workspace"));
         let evidence = TrialEvidence {
             trajectory: self.trajectory.finish(),
             validations: self.validation.into_iter().collect(),
@@ -110,6 +114,8 @@ impl Account {
             files_changed: self.files.into_iter().collect(),
             artifacts: Vec::new(),
             diagnostics: self.diagnostics,
+            coverage: self.timed.then_some(self.coverage),
+            ..TrialEvidence::default()
         };
         let bytes = json(&evidence);
         let place = if bytes.len() <= INLINE_EVIDENCE_BYTES {

@@ -8,6 +8,7 @@ use std::{
 };
 
 use evalgrid_domain::{
+    coverage::Coverage,
     evidence::{JournalEntry, Role, Trajectory},
     number::Number,
     outcome::{self, Usage},
@@ -53,6 +54,9 @@ pub(crate) struct TurnRecord {
     pub(crate) entries: Vec<JournalEntry>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) diagnostics: Vec<String>,
+    /// Of the harness's channels.
+    #[serde(default)]
+    pub(crate) coverage: Coverage,
 }
 
 impl StepResult for TurnRecord {

@@ -481,6 +481,7 @@ pub fn evidence() -> Value {
         "verifySteps": [{"command": "test -f hello.txt", "exitCode": 0}],
         "voidFields": [],
         "diagnostics": [],
+        "coverage": {"usage": {"state": "unavailable", "reason": "the agent reported none"}},
     })
 }
 

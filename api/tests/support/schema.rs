@@ -48,8 +48,11 @@ const EXTRA: &[(&str, &str)] = &[
     ("EvalDistribution", "cancelled"),
     ("EvalBatchSummary", "cancelled"),
     ("EvalVariant", "provider"),
+    ("EvalTrial", "coverage"),
     ("EvalTrial", "diagnostics"),
+    ("EvalTrial", "fileChanges"),
     ("EvalTrial", "lostAttempts"),
+    ("EvalTrial", "timing"),
 ];
 
 /// Timestamps, wherever they are.
