@@ -52,6 +52,14 @@ pub struct Usage {
 }
 
 impl Usage {
+    /// Both together, where both are known; else the known one.
+    pub fn sum(a: Option<Self>, b: Option<Self>) -> Option<Self> {
+        match (a, b) {
+            (Some(a), Some(b)) => Some(a.add(&b)),
+            (a, b) => a.or(b),
+        }
+    }
+
     /// Both together. The cost is known only where both are known: unknown is not zero.
     pub fn add(&self, other: &Self) -> Self {
         Self {

@@ -66,10 +66,7 @@ impl Account {
         self.model_ms += record.finished_at_ms.saturating_sub(record.started_at_ms);
         self.commands = self.commands.saturating_add(record.commands);
         self.failed_commands = self.failed_commands.saturating_add(record.failed_commands);
-        self.usage = match (self.usage, record.usage) {
-            (Some(sum), Some(usage)) => Some(sum.add(&usage)),
-            (sum, usage) => sum.or(usage),
-        };
+        self.usage = Usage::sum(self.usage, record.usage);
         for path in &record.files {
             let below = path.strip_prefix(workspace).and_then(|path| path.strip_prefix('/'));
             if let Some(path) = below.filter(|_| self.files.len() < MAX_CHANGED_FILES) {

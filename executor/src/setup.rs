@@ -3,7 +3,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use evalgrid_domain::{outcome, redact::Redactor, request::Source};
-use evalgrid_sandbox::{Base, StepCommand, StepExit};
+use evalgrid_harness::{Place, TextFile};
+use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -18,6 +19,9 @@ use crate::{
 pub(crate) const CLONE_LIMIT: Duration = Duration::from_secs(300);
 /// Installing what an agent needs, from slow mirrors.
 pub(crate) const INSTALL_LIMIT: Duration = Duration::from_secs(600);
+
+/// An instructions file that a system prompt is put before. No agent reads one that is longer.
+const MAX_INSTRUCTIONS_BYTES: u64 = 1 << 20;
 
 /// What a step before the agent records. A failure leaves the trial void.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -58,7 +62,9 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
                 .collect();
             take(
                 account,
-                attempt.once("source", write(attempt, Base::Workspace, files, "source's")).await?,
+                attempt
+                    .once("source", write(attempt, Base::Workspace, files, false, "source's"))
+                    .await?,
             );
         }
         Source::Repo { url, reference } => take(account, attempt.once("source", clone(attempt, url, reference.as_deref())).await?),
@@ -66,22 +72,20 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     if account.is_void() {
         return Ok(());
     }
-    let files = turns::home_files(attempt)
-        .into_iter()
-        .chain(profile_files(attempt, "home/"))
-        .collect::<Vec<_>>();
-    if !files.is_empty() {
+    let (home, workspace): (Vec<_>, Vec<_>) = turns::files(attempt).into_iter().partition(|file| file.place == Place::Home);
+    let profile: Vec<_> = profile_files(attempt, "home/").collect();
+    if !home.is_empty() || !profile.is_empty() {
         take(
             account,
-            attempt.once("profile.home", write(attempt, Base::Home, files, "profile's")).await?,
+            attempt.once("profile.home", set_up(attempt, Base::Home, profile, home)).await?,
         );
     }
-    let files: Vec<_> = profile_files(attempt, "workspace/").collect();
-    if !account.is_void() && !files.is_empty() {
+    let profile: Vec<_> = profile_files(attempt, "workspace/").collect();
+    if !account.is_void() && (!workspace.is_empty() || !profile.is_empty()) {
         take(
             account,
             attempt
-                .once("profile.workspace", write(attempt, Base::Workspace, files, "profile's"))
+                .once("profile.workspace", set_up(attempt, Base::Workspace, profile, workspace))
                 .await?,
         );
     }
@@ -106,16 +110,68 @@ fn profile_files<'a>(attempt: &'a Attempt<'_>, folder: &'static str) -> impl Ite
 }
 
 /// Files that cannot be written are the request's fault (a file in the place of a folder), or the disk's: void either way.
-async fn write(attempt: &Attempt<'_>, base: Base, files: Vec<(String, Vec<u8>)>, whose: &str) -> Result<SetUp, Stop> {
-    use evalgrid_sandbox::SandboxError::Operation;
-    match called("write files", async { Ok(attempt.sandbox.write_files(base, &files, false).await) }).await? {
+async fn write(attempt: &Attempt<'_>, base: Base, files: Vec<(String, Vec<u8>)>, private: bool, whose: &str) -> Result<SetUp, Stop> {
+    if files.is_empty() {
+        return Ok(SetUp::done());
+    }
+    match called("write files", async {
+        Ok(attempt.sandbox.write_files(base, &files, private).await)
+    })
+    .await?
+    {
         Ok(()) => Ok(SetUp::done()),
-        Err(Operation { reason, .. }) => {
+        Err(SandboxError::Operation { reason, .. }) => {
             let reason = format!("The {whose} files could not be written: {}", attempt.redactor.text(&reason));
             Ok(SetUp::failed(outcome::failure_text(&reason)))
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// Writes the profile's files, and the harness's where the profile has none of that name. What a harness puts before a file is put before
+/// whatever is there by then.
+async fn set_up(attempt: &Attempt<'_>, base: Base, profile: Vec<(String, Vec<u8>)>, harness: Vec<TextFile>) -> Result<SetUp, Stop> {
+    let (prepended, mut whole): (Vec<_>, Vec<_>) = harness.into_iter().partition(|file| file.prepend);
+    whole.retain(|file| profile.iter().all(|(path, _)| *path != file.path));
+    let (private, open): (Vec<_>, Vec<_>) = whole.into_iter().partition(|file| file.private);
+    let content = |files: Vec<TextFile>| files.into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
+    let harness = format!("{} agent's", attempt.variant.harness.name());
+    for (files, private, whose) in [
+        (content(open), false, harness.as_str()),
+        (content(private), true, &harness),
+        (profile, false, "profile's"),
+    ] {
+        let done = write(attempt, base, files, private, whose).await?;
+        if done.failed() {
+            return Ok(done);
+        }
+    }
+    let mut files = Vec::new();
+    for file in prepended {
+        let read = called("read a file", async {
+            Ok(attempt.sandbox.read_file(base, &file.path, MAX_INSTRUCTIONS_BYTES + 1).await)
+        });
+        let there = match read.await? {
+            Ok(there) => there.unwrap_or_default(),
+            Err(SandboxError::Operation { reason, .. }) => {
+                let reason = format!("{} could not be read: {}", file.path, attempt.redactor.text(&reason));
+                return Ok(SetUp::failed(outcome::failure_text(&reason)));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        if there.len() as u64 > MAX_INSTRUCTIONS_BYTES {
+            return Ok(SetUp::failed(outcome::failure_text(&format!(
+                "{} is over {} KiB, too long to put the system prompt before it",
+                file.path,
+                MAX_INSTRUCTIONS_BYTES >> 10
+            ))));
+        }
+        // After a crash the step may run again.
+        if !there.starts_with(&file.content) {
+            files.push((file.path, [file.content, there].concat()));
+        }
+    }
+    write(attempt, base, files, false, &harness).await
 }
 
 async fn clone(attempt: &Attempt<'_>, url: &str, reference: Option<&str>) -> Result<SetUp, Stop> {

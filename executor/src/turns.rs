@@ -1,6 +1,7 @@
 //! The agent's turns: one process each, within one time limit over all of them.
 
 use std::{
+    collections::BTreeMap,
     fs::File,
     io::{self, Read},
     sync::Arc,
@@ -16,7 +17,7 @@ use evalgrid_domain::{
     redact::Redactor,
     request::User,
 };
-use evalgrid_harness::{Harness, HarnessEvent, Setting, Turn, TurnOutput, recorder};
+use evalgrid_harness::{Harness, HarnessEvent, ProfileFiles, Setting, TextFile, Turn, TurnOutput, recorder};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
@@ -42,6 +43,9 @@ pub(crate) struct TurnRecord {
     /// Why the trial cannot be scored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) failure: Option<String>,
+    /// What the agent waited for when it was stopped; part of `failure` once that is known.
+    #[serde(skip)]
+    stalled: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) session_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -65,14 +69,10 @@ impl StepResult for TurnRecord {
     }
 }
 
-/// What the harness needs in HOME.
-pub(crate) fn home_files(attempt: &Attempt<'_>) -> Vec<(String, Vec<u8>)> {
-    let files = harness(attempt).map(|harness| harness.home_files(&setting(attempt)));
-    files
-        .unwrap_or_default()
-        .into_iter()
-        .map(|file| (file.path, file.content))
-        .collect()
+/// What the harness needs before its first turn.
+pub(crate) fn files(attempt: &Attempt<'_>) -> Vec<TextFile> {
+    let files = harness(attempt).map(|harness| harness.files(&setting(attempt)));
+    files.unwrap_or_default()
 }
 
 fn harness(attempt: &Attempt<'_>) -> Option<&'static dyn Harness> {
@@ -85,11 +85,26 @@ fn setting(attempt: &Attempt<'_>) -> Setting {
         home: attempt.sandbox.home().to_owned(),
         workspace: attempt.sandbox.workspace().to_owned(),
         shared: attempt.sandbox.shared().to_owned(),
+        // Only the command harness can be asked for as yet, which needs no program of ours.
+        tools: String::new(),
+        program: None,
         model: attempt.variant.model.clone(),
+        credential: attempt.lease.credential.clone().into_iter().collect(),
+        profile: profile.map(|profile| ProfileFiles {
+            home: below(&profile.files, "home/"),
+            workspace: below(&profile.files, "workspace/"),
+        }),
         run: profile.and_then(|profile| profile.run.clone()),
         system_prompt: profile.and_then(|profile| profile.system_prompt.clone()),
         env: attempt.env(),
     }
+}
+
+fn below(files: &BTreeMap<String, String>, folder: &str) -> BTreeMap<String, String> {
+    let files = files.iter();
+    files
+        .filter_map(|(path, content)| Some((path.strip_prefix(folder)?.to_owned(), content.clone())))
+        .collect()
 }
 
 /// Runs the turns until the conversation is over: the script has run out, the turns are used up, nothing continues, or something failed.
@@ -108,6 +123,7 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     let prompts = std::iter::once(&opening).chain(replies).take(attempt.case.turn_limit() as usize);
     let limit_ms = u64::from(attempt.case.time_limit_ms());
     let mut session_id: Option<String> = None;
+    let mut earlier: Option<Usage> = None;
     for (prompt, number) in prompts.zip(1..) {
         if number > 1 && session_id.is_none() {
             account.diagnostics(vec![format!(
@@ -141,8 +157,11 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
             env: command.env,
             time_limit: Duration::from_millis(left_ms),
         };
-        let mut record = attempt.once(&step, agent(attempt, harness, &turn, command, limit_ms)).await?;
+        let mut record = attempt
+            .once(&step, agent(attempt, harness, &turn, command, earlier, limit_ms))
+            .await?;
         session_id = record.session_id.take().or(session_id);
+        earlier = Usage::sum(earlier, record.usage);
         account.turn(record, &setting.workspace);
         if account.is_void() {
             break;
@@ -156,6 +175,7 @@ async fn agent(
     harness: &'static dyn Harness,
     turn: &Turn<'_>,
     command: StepCommand,
+    earlier: Option<Usage>,
     limit_ms: u64,
 ) -> Result<TurnRecord, Stop> {
     let step = command.step.clone();
@@ -183,6 +203,8 @@ async fn agent(
         exit: exit.clone(),
         trace,
         person,
+        model: attempt.variant.model.clone(),
+        earlier,
         diagnostics,
     };
     let record = if exit.output.stdout_bytes + reader.trace.len() as u64 <= INLINE_READ_BYTES {
@@ -194,7 +216,12 @@ async fn agent(
     };
     let mut record = record.map_err(|error| Stop::lost(format!("the agent's output cannot be read: {error}")))?;
     if exit.timed_out {
-        record.failure = Some(outcome::timed_out(limit_ms));
+        let stalled = record.stalled.take().map(|stalled| format!(", while {stalled}"));
+        record.failure = Some(outcome::failure_text(&format!(
+            "{}{}",
+            outcome::timed_out(limit_ms),
+            stalled.unwrap_or_default()
+        )));
     }
     Ok(record)
 }
@@ -206,6 +233,8 @@ struct Reader {
     exit: StepExit,
     trace: Vec<u8>,
     person: Option<String>,
+    model: String,
+    earlier: Option<Usage>,
     diagnostics: Vec<String>,
 }
 
@@ -246,13 +275,19 @@ impl Reader {
             Ok(file) => Box::new(file),
             Err(_) => Box::new(io::empty()),
         };
+        // What it says is a hint: a stderr that cannot be read costs that hint only.
+        let stderr = output::stderr_tail(&exit.output).unwrap_or_default();
         let output = TurnOutput {
             stdout: &mut stdout,
             stdout_tail: tail.as_mut().map(|(file, start)| (file as &mut dyn Read, *start)),
             stdout_times: &mut times,
+            stderr: &stderr,
             trace: &self.trace,
             exit_code: exit.code,
+            timed_out: exit.timed_out,
             finished_at_ms: exit.finished_at_ms,
+            model: &self.model,
+            earlier: self.earlier,
         };
         let end = self.harness.read(output, &mut |event| {
             if let HarnessEvent::Command { exit_code, .. } = &event {
@@ -269,6 +304,7 @@ impl Reader {
         })?;
         record.entries = trajectory.finish();
         record.usage = end.usage;
+        record.stalled = end.stalled.map(|stalled| self.redactor.text(&stalled).into_owned());
         record.diagnostics.extend(end.diagnostics);
         record.failure = end
             .failure

@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Setting, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Place, Setting, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     lines::{Arrivals, Lines},
     recorder,
 };
@@ -30,12 +30,15 @@ impl Harness for Command {
         NAME
     }
 
-    fn home_files(&self, setting: &Setting) -> Vec<TextFile> {
-        let system_prompt = setting.system_prompt.iter().map(|text| TextFile {
-            path: SYSTEM_PROMPT.into(),
-            content: text.clone().into_bytes(),
-        });
-        system_prompt.collect()
+    fn install(&self) -> Option<&'static Install> {
+        None
+    }
+
+    fn files(&self, setting: &Setting) -> Vec<TextFile> {
+        let system_prompt = setting.system_prompt.iter();
+        system_prompt
+            .map(|text| TextFile::new(Place::Home, SYSTEM_PROMPT, text.as_str()))
+            .collect()
     }
 
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {

@@ -8,18 +8,20 @@ use std::{
     io::{self, Read},
 };
 
-use evalgrid_domain::outcome::Usage;
+use evalgrid_domain::{limits::MAX_PROCESS_STRING_BYTES, outcome::Usage};
 
 pub mod command;
 pub mod event;
+pub mod install;
 pub mod lines;
 pub mod recorder;
 
 pub use command::Command;
 pub use event::HarnessEvent;
+pub use install::{Install, Source};
 
 /// What every turn of a trial has in common. Paths are absolute, as processes inside the sandbox see them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Setting {
     /// The sandbox's HOME.
     pub home: String,
@@ -27,14 +29,31 @@ pub struct Setting {
     pub workspace: String,
     /// Where [`shared_files`] are.
     pub shared: String,
+    /// The folder of the installs: `TOOLS/<name>-<version>/…`, see [`Install`].
+    pub tools: String,
+    /// The program that the operator has configured for this harness; it wins over the install.
+    pub program: Option<String>,
     /// The variant's model, verbatim.
     pub model: String,
+    /// How the harness signs in: `apiKey`, and `baseUrl` where the operator names a model server of his own. Empty for the command harness.
+    pub credential: BTreeMap<String, String>,
+    /// The files of the variant's profile, where it has one.
+    pub profile: Option<ProfileFiles>,
     /// The profile's `run`.
     pub run: Option<String>,
     /// The profile's system prompt.
     pub system_prompt: Option<String>,
     /// The trial's own environment: the profile's `env` and the variables that it names. A harness's own names win over it.
     pub env: BTreeMap<String, String>,
+}
+
+/// The files that a profile ships, by path.
+#[derive(Clone, Debug, Default)]
+pub struct ProfileFiles {
+    /// Below HOME.
+    pub home: BTreeMap<String, String>,
+    /// Below the workspace.
+    pub workspace: BTreeMap<String, String>,
 }
 
 /// One turn to start.
@@ -62,10 +81,40 @@ pub struct TurnCommand {
 /// A text file that a harness needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextFile {
-    /// Relative to the folder that it is for.
+    /// The folder that it is for.
+    pub place: Place,
+    /// Relative to that folder.
     pub path: String,
     /// Its content.
     pub content: Vec<u8>,
+    /// Mode 0600: it holds a credential.
+    pub private: bool,
+    /// What the file holds already, from the source or the profile, stays and comes after `content`; without it the profile's own file wins.
+    pub prepend: bool,
+}
+
+/// Where a [`TextFile`] goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The sandbox's HOME.
+    Home,
+    /// The workspace.
+    Workspace,
+    /// The folder of [`shared_files`].
+    Shared,
+}
+
+impl TextFile {
+    /// A file of mode 0644 that a profile may replace.
+    pub fn new(place: Place, path: impl Into<String>, content: impl Into<Vec<u8>>) -> Self {
+        Self {
+            place,
+            path: path.into(),
+            content: content.into(),
+            private: false,
+            prepend: false,
+        }
+    }
 }
 
 /// What a finished turn has left behind.
@@ -76,12 +125,20 @@ pub struct TurnOutput<'a> {
     pub stdout_tail: Option<(&'a mut dyn Read, u64)>,
     /// When stdout arrived: see [`lines::Arrivals`].
     pub stdout_times: &'a mut dyn Read,
+    /// The end of stderr.
+    pub stderr: &'a str,
     /// The recorder's log; empty where there is none.
     pub trace: &'a [u8],
     /// The process's exit status.
     pub exit_code: i32,
+    /// The supervisor stopped it at the time limit.
+    pub timed_out: bool,
     /// When the process ended, in milliseconds since the epoch.
     pub finished_at_ms: u64,
+    /// The variant's model, verbatim.
+    pub model: &'a str,
+    /// What the earlier turns of the session have used, as far as they said: some agents report the sum of the whole session.
+    pub earlier: Option<Usage>,
 }
 
 /// How a turn ended.
@@ -89,8 +146,12 @@ pub struct TurnOutput<'a> {
 pub struct TurnEnd {
     /// The session that a next turn can go on with.
     pub session_id: Option<String>,
-    /// The agent said that the trial cannot be scored; its reason, which may be empty.
+    /// The model that the agent says it used.
+    pub model: Option<String>,
+    /// The agent said, or its output shows, that the trial cannot be scored; the reason, which may be empty.
     pub failure: Option<String>,
+    /// What the agent was waiting for when the time limit stopped it: its model server, as far as its output shows that.
+    pub stalled: Option<String>,
     /// The sum of all usage reported; `None` where none was.
     pub usage: Option<Usage>,
     /// What was lost or odd in the output, for people.
@@ -102,8 +163,12 @@ pub trait Harness: Send + Sync {
     /// The name as in a variant.
     fn name(&self) -> &'static str;
 
-    /// Files that must be in HOME before the first turn.
-    fn home_files(&self, setting: &Setting) -> Vec<TextFile>;
+    /// What must be on the executor's host before a trial of it runs; `None` where it needs nothing.
+    fn install(&self) -> Option<&'static Install>;
+
+    /// Files that must be there before the first turn. Those of HOME are written before the profile's, which win; those of the workspace
+    /// after the profile's.
+    fn files(&self, setting: &Setting) -> Vec<TextFile>;
 
     /// The process of one turn.
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError>;
@@ -122,6 +187,20 @@ pub enum HarnessError {
     /// The command harness runs what the profile says.
     #[error("the command harness needs a profile with `run`")]
     NoRun,
+    /// Nothing to start.
+    #[error("this worker has no {0}: its operator must configure the program")]
+    NoProgram(&'static str),
+    /// The lease brought no key.
+    #[error("{0} needs a key, and none came with the trial")]
+    NoKey(&'static str),
+    /// Linux refuses longer ones.
+    #[error("{what} is {bytes} bytes long, and a process takes at most {MAX_PROCESS_STRING_BYTES} at once")]
+    TooLong {
+        /// Which text.
+        what: &'static str,
+        /// How long it is.
+        bytes: usize,
+    },
 }
 
 /// The shell of every command line, by its full name: a profile's `PATH` is for what runs in the shell, and must not decide whether it starts.

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use crate::TextFile;
+use crate::{Place, TextFile};
 
 /// The log of a turn, below HOME. One file per turn, where the documentation has one that is emptied: nothing is lost when the executor dies
 /// between reading and recording a turn, and what an earlier turn left running does not speak in a later one.
@@ -25,14 +25,12 @@ pub const LOG_LIMIT: u64 = 8 << 20;
 /// The start files: the same for all trials, so they are written once, not per trial.
 pub fn start_files() -> Vec<TextFile> {
     vec![
-        TextFile {
-            path: BASH_START.into(),
-            content: include_bytes!("recorder/trace.sh").to_vec(),
-        },
-        TextFile {
-            path: format!("{ZSH_FOLDER}/.zshenv"),
-            content: include_bytes!("recorder/zshenv.zsh").to_vec(),
-        },
+        TextFile::new(Place::Shared, BASH_START, include_bytes!("recorder/trace.sh")),
+        TextFile::new(
+            Place::Shared,
+            format!("{ZSH_FOLDER}/.zshenv"),
+            include_bytes!("recorder/zshenv.zsh"),
+        ),
     ]
 }
 

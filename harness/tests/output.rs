@@ -41,9 +41,13 @@ fn read(given: Given<'_>) -> (Vec<HarnessEvent>, TurnEnd) {
         stdout: given.stdout,
         stdout_tail: tail.as_mut().map(|(bytes, start)| (bytes as &mut dyn Read, *start)),
         stdout_times: &mut times,
+        stderr: "",
         trace: given.trace,
         exit_code: 3,
+        timed_out: false,
         finished_at_ms: 99,
+        model: "m",
+        earlier: None,
     };
     let end = Command.read(output, &mut |event| events.push(event)).unwrap();
     (events, end)

@@ -25,12 +25,13 @@ fn run(script: &str, env: &[(&str, &str)]) -> Ran {
         run: Some(script.into()),
         system_prompt: Some("Be terse.".into()),
         env: env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
+        ..Setting::default()
     };
     let shared = evalgrid_harness::shared_files();
     let shared = shared
         .into_iter()
         .map(|file| (home.path().join("shared").join(file.path), file.content));
-    let own = Command.home_files(&setting).into_iter();
+    let own = Command.files(&setting).into_iter();
     let own = own.map(|file| (home.path().join(file.path), file.content));
     for (target, content) in shared.chain(own) {
         fs::create_dir_all(target.parent().unwrap()).unwrap();
