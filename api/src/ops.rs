@@ -12,10 +12,11 @@ use evalgrid_domain::{
     limits::{DEFAULT_PAGE, MAX_BODY_BYTES, MAX_IDEMPOTENCY_KEY, MAX_JSON_DEPTH, MAX_PAGE, MAX_START_BODY_BYTES},
     number::MAX_SAFE_INTEGER,
     permission::Permission,
+    request::Harness,
 };
 use evalgrid_proto::v1::{
-    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, PageCursor, RetryBatchRequest, StartBatchRequest,
-    WhoamiRequest,
+    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, ListModelsRequest, PageCursor, RetryBatchRequest,
+    StartBatchRequest, WhoamiRequest,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use serde_json::{Value, json};
@@ -60,6 +61,7 @@ pub(crate) enum Op {
     CancelBatch,
     RetryBatch,
     GetRun,
+    ListModels,
     Whoami,
     RunnerStart,
     Lease,
@@ -79,6 +81,7 @@ impl Op {
             "evals.batches.list" => Op::ListBatches,
             "evals.batches.cancel" => Op::CancelBatch,
             "evals.batches.retry" => Op::RetryBatch,
+            "evals.models.list" => Op::ListModels,
             "evals.runs.get" => Op::GetRun,
             "auth.whoami" => Op::Whoami,
             "runner.start" => Op::RunnerStart,
@@ -168,6 +171,12 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
             let list = call!(batches, list, caller.request(message.clone()));
             let page = cells.read(&caller, limits::CALL_DEADLINE, list).await?;
             Ok(answered(&render::page(&page)))
+        }
+        Op::ListModels => {
+            let message = decode(body, list_models)?;
+            let list = call!(batches, list_models, caller.request(message.clone()));
+            let catalogue = cells.read(&caller, limits::CALL_DEADLINE, list).await?;
+            Ok(answered(&render::models(&message.harness, &catalogue)))
         }
         Op::Whoami => {
             decode(body, anything_with_parts)?;
@@ -275,6 +284,16 @@ fn list_batches(d: &mut Decoder, value: &Value) -> Option<ListBatchesRequest> {
     let limit = d.optional(map, "limit", |d, value| d.integer(value, i64::MIN..=i64::MAX));
     let limit = limit?.unwrap_or(DEFAULT_PAGE as i64).clamp(1, MAX_PAGE as i64);
     Some(ListBatchesRequest { cursor: cursor?, limit })
+}
+
+fn list_models(d: &mut Decoder, value: &Value) -> Option<ListModelsRequest> {
+    let map = d.object(value)?;
+    let harness = d.required(map, "harness", |d, value| d.one_of(value, Harness::ALL));
+    let query = d.optional(map, "q", |d, value| d.string(value, Text::any()));
+    Some(ListModelsRequest {
+        harness: harness?.name().to_owned(),
+        query: query?.unwrap_or_default(),
+    })
 }
 
 fn cursor(d: &mut Decoder, value: &Value) -> Option<PageCursor> {

@@ -7,8 +7,8 @@ use evalgrid_domain::{
     timestamp,
 };
 use evalgrid_proto::v1::{
-    Batch, BatchPage, BatchStatus, BatchSummary, CaseInfo, Distribution, Identity, PageCursor, Run, StartedBatch, Trial, TrialStatus,
-    Trigger, Usage, VariantInfo,
+    Batch, BatchPage, BatchStatus, BatchSummary, CaseInfo, Distribution, Identity, ModelCatalogue, PageCursor, Run, StartedBatch, Trial,
+    TrialStatus, Trigger, Usage, VariantInfo,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -47,6 +47,19 @@ pub(crate) fn page(page: &BatchPage) -> Value {
         "batches": page.batches.iter().map(summary).collect::<Vec<_>>(),
         "next": page.next.as_ref().map(cursor),
         "total": page.total,
+    })
+}
+
+/// What `evals.models.list` answers. Nothing here is known that a summary could say.
+pub(crate) fn models(harness: &str, catalogue: &ModelCatalogue) -> Value {
+    let models = catalogue
+        .models
+        .iter()
+        .map(|model| json!({"displayName": model.display_name, "id": model.id, "summary": null, "vendor": model.vendor}));
+    json!({
+        "harness": harness,
+        "models": models.collect::<Vec<_>>(),
+        "total": catalogue.models.len(),
     })
 }
 

@@ -135,6 +135,18 @@ async fn a_run_is_the_one_in_its_batch() {
 }
 
 #[tokio::test]
+async fn models_of_a_harness() {
+    let api = Api::start().await;
+    let answer = api.op("evals.models.list", json!({"harness": "codex", "q": "5"})).await;
+    schema::check("ModelCatalogue", &answer.json());
+    let model = json!({"displayName": "Name", "id": "codex-5", "summary": null, "vendor": "vendor"});
+    assert_eq!(answer.json(), json!({"harness": "codex", "models": [model], "total": 1}));
+    for request in [json!({}), json!({"harness": "nobody"}), json!({"harness": "codex", "q": 1})] {
+        assert_eq!(api.op("evals.models.list", request).await.status, 400);
+    }
+}
+
+#[tokio::test]
 async fn cancel_answers_with_the_batch() {
     let api = api_with_batch().await;
     let answer = api.op("evals.batches.cancel", json!({"id": "batch_1"})).await;

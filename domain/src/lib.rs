@@ -8,6 +8,7 @@ pub mod evidence;
 pub mod identity;
 pub mod ids;
 pub mod limits;
+pub mod models;
 mod names;
 pub mod number;
 pub mod outcome;

@@ -2,7 +2,11 @@
 
 use std::{pin::Pin, time::Duration};
 
-use evalgrid_domain::ids::{BatchId, OrgId, RunId};
+use evalgrid_domain::{
+    ids::{BatchId, OrgId, RunId},
+    models,
+    request::Harness,
+};
 use evalgrid_proto::v1::{self, auth_server::Auth, batches_server::Batches};
 use evalgrid_workflow::{decide, view};
 use futures::Stream;
@@ -99,6 +103,19 @@ impl Batches for ClientsService {
     async fn list(&self, request: Request<v1::ListBatchesRequest>) -> Result<Response<v1::BatchPage>, Status> {
         let caller = self.caller(&request, "evals:read").await?;
         Ok(Response::new(self.reader.list(&caller.organization, &request.into_inner()).await?))
+    }
+
+    async fn list_models(&self, request: Request<v1::ListModelsRequest>) -> Result<Response<v1::ModelCatalogue>, Status> {
+        self.caller(&request, "evals:read").await?;
+        let v1::ListModelsRequest { harness, query } = request.into_inner();
+        let harness = Harness::from_name(&harness)
+            .ok_or_else(|| Status::invalid_argument(format!("there is no harness of the name {}", echo(&harness))))?;
+        let models = models::catalogue(harness, &query).into_iter().map(|model| v1::CatalogueModel {
+            id: model.id,
+            display_name: model.display_name,
+            vendor: model.vendor.to_owned(),
+        });
+        Ok(Response::new(v1::ModelCatalogue { models: models.collect() }))
     }
 
     async fn cancel(&self, request: Request<v1::CancelBatchRequest>) -> Result<Response<v1::Batch>, Status> {

@@ -116,6 +116,17 @@ impl Batches for Fake {
         Ok(Response::new(RunInBatch { batch: Some(batch) }))
     }
 
+    async fn list_models(&self, request: tonic::Request<ListModelsRequest>) -> Result<Response<ModelCatalogue>, Status> {
+        drop(self.enter("list_models", &request)?);
+        let ListModelsRequest { harness, query } = request.into_inner();
+        let model = CatalogueModel {
+            id: format!("{harness}-{query}"),
+            display_name: "Name".into(),
+            vendor: "vendor".into(),
+        };
+        Ok(Response::new(ModelCatalogue { models: vec![model] }))
+    }
+
     async fn list(&self, request: tonic::Request<ListBatchesRequest>) -> Result<Response<BatchPage>, Status> {
         let mut script = self.enter("list", &request)?;
         script.listed.push(request.into_inner());
