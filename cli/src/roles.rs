@@ -11,6 +11,7 @@ use std::{
 use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_domain::{credential, request::Harness};
 use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
+use evalgrid_harness::Source;
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
 use evalgrid_store::{
@@ -358,9 +359,15 @@ fn sandbox_map(given: &[(String, String)], providers: &[&str]) -> BTreeMap<Strin
     map
 }
 
-/// Agents that can be asked for.
+/// Agents that can be asked for, by the version that executors install. The command harness has none that we could know.
 fn harnesses() -> BTreeMap<Harness, String> {
-    [(Harness::Command, "unknown".to_owned())].into()
+    let version = |name: &str| match evalgrid_harness::by_name(name)?.install() {
+        None => Some("unknown"),
+        Some(install) => (install.source != Source::Configured).then_some(install.version),
+    };
+    let all = Harness::ALL.iter();
+    all.filter_map(|(name, harness)| Some((*harness, version(name)?.to_owned())))
+        .collect()
 }
 
 /// Values for what harnesses sign in with, which profiles may ask for too, and for the variables that the operator names, which must be there.
