@@ -27,6 +27,9 @@ pub use routed::{Routed, another_may_answer, broke_off, never_began, twice};
 pub const PATIENCE: Duration = Duration::from_secs(5);
 /// One scheduler's answer about its health. A busy one answers in milliseconds; one that is gone must not keep us from the others.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(1);
+/// A call without an answer for this long is a reason to ask whether its scheduler is still the active one: a process that is stopped keeps its
+/// connections, and nothing else tells for a long while. Nearly every answer takes less.
+const SLOW: Duration = Duration::from_secs(2);
 /// Between two questions to the same scheduler, by chance within these milliseconds: short enough to find a new active one at once, and spread
 /// so that everybody who lost the old one does not ask in the same instant.
 const PAUSE_MS: std::ops::RangeInclusive<u64> = 50..=250;
@@ -138,13 +141,31 @@ impl Schedulers {
     /// A connection to the active scheduler: the one known, as long as nobody has called it [`suspect`](Self::suspect), else the one that says
     /// that it serves. Waits for one at most [`PATIENCE`].
     pub async fn active(&self) -> Result<Channel, NoActive> {
+        self.place().await.map(|(_, channel)| channel)
+    }
+
+    /// As [`active`](Self::active), and which of the places it is.
+    async fn place(&self) -> Result<(usize, Channel), NoActive> {
         if let [only] = self.0.places.as_slice() {
-            return Ok(only.channel());
+            return Ok((0, only.channel()));
         }
-        if let Some(channel) = self.known_active() {
-            return Ok(channel);
+        if let Some(active) = self.known_active() {
+            return Ok(active);
         }
         timeout(PATIENCE, self.found()).await.map_err(|_| NoActive(self.0.seen()))
+    }
+
+    /// Returns when another scheduler than that of `place` has become the active one, as far as a call that waits for its answer has to know.
+    async fn superseded(&self, place: usize) {
+        loop {
+            let began = Instant::now();
+            sleep(SLOW).await;
+            self.suspect(began);
+            // All who wait share one look. Where nobody serves, the scheduler that was asked may still answer.
+            if self.place().await.is_ok_and(|(active, _)| active != place) {
+                return;
+            }
+        }
     }
 
     /// A call that began at `began` has failed in a way that its scheduler may not be the active one any more: the next one looks again. What
@@ -159,19 +180,19 @@ impl Schedulers {
         });
     }
 
-    fn known_active(&self) -> Option<Channel> {
+    fn known_active(&self) -> Option<(usize, Channel)> {
         let (index, _) = self.0.known.borrow().active?;
-        self.0.places.get(index).map(Place::channel)
+        Some((index, self.0.places.get(index)?.channel()))
     }
 
-    async fn found(&self) -> Channel {
+    async fn found(&self) -> (usize, Channel) {
         let mut known = self.0.known.subscribe();
         loop {
             self.begin_to_look();
             // The sender lives as long as we do.
             let _ = known.wait_for(|known| known.active.is_some() || !known.looking).await;
-            if let Some(channel) = self.known_active() {
-                return channel;
+            if let Some(active) = self.known_active() {
+                return active;
             }
         }
     }

@@ -27,6 +27,11 @@ impl Routed {
     }
 }
 
+/// Nothing was heard from the scheduler that was asked, and another one is the active one now: whether it did anything is not known.
+#[derive(Debug, thiserror::Error)]
+#[error("another scheduler has become the active one before this one answered")]
+struct Superseded;
+
 impl Service<http::Request<Body>> for Routed {
     type Response = http::Response<Body>;
     type Error = Box<dyn Error + Send + Sync>;
@@ -40,9 +45,15 @@ impl Service<http::Request<Body>> for Routed {
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let schedulers = self.0.clone();
         Box::pin(async move {
-            let channel = schedulers.active().await.map_err(|none| Status::unavailable(none.to_string()))?;
+            let (place, channel) = schedulers.place().await.map_err(|none| Status::unavailable(none.to_string()))?;
             let began = Instant::now();
-            let answer = channel.oneshot(request).await;
+            let answer = match schedulers.are_several() {
+                false => channel.oneshot(request).await,
+                true => tokio::select! {
+                    answer = channel.oneshot(request) => answer,
+                    () = schedulers.superseded(place) => return Err(Superseded.into()),
+                },
+            };
             let moved = match &answer {
                 Ok(response) => Status::from_header_map(response.headers()).is_some_and(|status| status.code() == Code::Unavailable),
                 Err(_) => true,

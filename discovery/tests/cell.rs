@@ -136,6 +136,14 @@ impl Fake {
         self.service.calls.load(Ordering::SeqCst)
     }
 
+    /// Stops it as SIGSTOP does: its connections stay, and nothing comes over them until what this returns is dropped.
+    fn freeze(&self) -> std::sync::mpsc::Sender<()> {
+        let (thaw, frozen) = std::sync::mpsc::channel();
+        // It has one thread only.
+        self.runtime.as_ref().unwrap().spawn(async move { frozen.recv() });
+        thaw
+    }
+
     fn die(&mut self) {
         self.runtime.take().unwrap().shutdown_background();
     }
@@ -215,6 +223,44 @@ async fn a_failover_is_followed() {
     }
     took(began, FOUND, "finding the new one");
     assert_eq!(b.calls(), 20, "each call was made once, and none of them too early");
+}
+
+#[tokio::test]
+async fn a_call_to_a_frozen_scheduler_ends_when_another_one_serves() {
+    let (a, b) = (Fake::active("a").await, Fake::standby("b").await);
+    let schedulers = cell(&[a.url(), b.url()]);
+    assert_eq!(read(&schedulers).await, "a");
+    let thaw = a.freeze();
+    let call = |again: fn(&Status) -> bool| {
+        let schedulers = schedulers.clone();
+        tokio::spawn(async move { ask(&schedulers, again).await })
+    };
+    let (reads, write) = ([call(another_may_answer), call(another_may_answer)], call(never_began));
+    // The failover; nobody else serves until then, and the calls wait.
+    sleep(Duration::from_secs(1)).await;
+    b.become_(Role::Active).await;
+    let began = Instant::now();
+    for read in reads {
+        assert_eq!(read.await.unwrap().unwrap(), "b");
+    }
+    let status = write.await.unwrap().unwrap_err();
+    assert!(broke_off(&status) && !never_began(&status), "{status:?}");
+    assert!(began.elapsed() < PATIENCE + SLACK, "{:?}", began.elapsed());
+    drop(thaw);
+}
+
+#[tokio::test]
+async fn a_slow_call_to_the_active_scheduler_is_waited_for() {
+    let (a, b) = (Fake::active("a").await, Fake::standby("b").await);
+    let schedulers = cell(&[a.url(), b.url()]);
+    assert_eq!(read(&schedulers).await, "a");
+    let thaw = a.freeze();
+    let answer = async { read(&schedulers).await };
+    let (answer, ()) = tokio::join!(answer, async {
+        sleep(Duration::from_millis(3500)).await;
+        drop(thaw);
+    });
+    assert_eq!((answer.as_str(), b.calls()), ("a", 0));
 }
 
 #[tokio::test]
