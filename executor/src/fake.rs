@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -81,6 +81,12 @@ impl Sandbox for FakeSandbox {
     }
     fn tools(&self) -> &str {
         "/run/evalgrid/tools"
+    }
+    fn base(&self) -> Option<&Path> {
+        None
+    }
+    async fn save_base(&self, _: &Path, _: &[PathBuf], _: u64) -> Result<u64, SandboxError> {
+        Ok(0)
     }
     async fn write_files(&self, _: Base, _: &[(String, Vec<u8>)], _: bool) -> Result<(), SandboxError> {
         Ok(())
@@ -251,6 +257,7 @@ impl Outputs {
             code,
             timed_out: false,
             out_of_memory: false,
+            left_running: false,
             started_at_ms: 1_000,
             finished_at_ms: 1_250,
             output,

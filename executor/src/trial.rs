@@ -181,6 +181,7 @@ async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn San
         token: lease.token,
         lifetime: setup::CLONE_LIMIT + setup::INSTALL_LIMIT + working + check::LIMIT + LIFETIME_MARGIN,
         limits: worker.limits,
+        base: None,
     };
     match called("create", provider.create(&spec)).await {
         // Whatever went wrong before there was a sandbox, no sandbox was lost.

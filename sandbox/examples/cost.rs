@@ -39,6 +39,7 @@ async fn trial(provider: &dyn SandboxProvider, name: String) -> [f64; 3] {
         token: 1,
         lifetime: Duration::from_secs(600),
         limits,
+        base: None,
     };
     let step = StepCommand {
         step: "noop".into(),

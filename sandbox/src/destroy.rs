@@ -12,6 +12,7 @@ use rustix::process::{Pid, Signal};
 use crate::{
     cgroup,
     journal::{Content, Meta},
+    layers,
     layout::{self, Layout},
 };
 
@@ -38,6 +39,7 @@ pub fn remove(layout: &Layout, boot_id: &str, orderly: bool) -> io::Result<()> {
         // Half-made, or its journal was deleted, which a living supervisor sees and ends by itself.
         None => drop(wait_for_supervisor(layout, None, orderly)?),
     }
+    layers::unmount(&layout.folder)?;
     // The usual case, without looking first: nothing but what we made is left.
     for folder in [layout.home(), layout.workspace(), layout.tmp()] {
         let _ = fs::remove_dir(folder);

@@ -1,13 +1,21 @@
 //! A living sandbox, as the executor holds it.
 
-use std::{io, sync::Mutex, time::Duration};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use async_trait::async_trait;
 
 use crate::{
     Base, Sandbox, SandboxError, StepCommand, StepExit, StepOutput,
     client::Client,
-    files, journal,
+    files, journal, layers,
     layout::{self, Layout},
     protocol::{ExitRecord, Reply, Request},
 };
@@ -25,6 +33,7 @@ pub struct Handle {
     token: u64,
     layout: Layout,
     inside: Inside,
+    base: Option<PathBuf>,
     /// A connection that is not in use.
     idle: Mutex<Option<Client>>,
 }
@@ -45,12 +54,13 @@ enum Answer {
 }
 
 impl Handle {
-    pub fn new(name: &str, token: u64, layout: Layout, inside: Inside, client: Client) -> Self {
+    pub fn new(name: &str, token: u64, layout: Layout, inside: Inside, base: Option<PathBuf>, client: Client) -> Self {
         Self {
             name: name.to_owned(),
             token,
             layout,
             inside,
+            base,
             idle: Mutex::new(Some(client)),
         }
     }
@@ -142,6 +152,16 @@ impl Handle {
     }
 }
 
+/// Tells blocking work, when whoever waits for it is gone, that it is for nothing.
+#[derive(Default)]
+pub struct Cancel(pub Arc<AtomicBool>);
+
+impl Drop for Cancel {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Says why there is no supervisor.
 pub fn lost(name: &str, layout: &Layout, error: &io::Error) -> SandboxError {
     let reason = match journal::Content::read(&layout.journal()).map(|j| j.ended) {
@@ -183,6 +203,7 @@ pub fn step_exit(layout: &Layout, step: &str, record: ExitRecord) -> Result<Step
         code: record.code,
         timed_out: record.timed_out,
         out_of_memory: record.out_of_memory,
+        left_running: record.left_running,
         started_at_ms: record.started_at_ms,
         finished_at_ms: record.finished_at_ms,
         output: StepOutput {
@@ -244,6 +265,21 @@ impl Sandbox for Handle {
 
     fn tools(&self) -> &str {
         &self.inside.tools
+    }
+
+    fn base(&self) -> Option<&Path> {
+        self.base.as_deref()
+    }
+
+    async fn save_base(&self, folder: &Path, without: &[PathBuf], most_bytes: u64) -> Result<u64, SandboxError> {
+        let (folder, without) = (folder.to_owned(), without.to_vec());
+        let cancel = Cancel::default();
+        let cancelled = cancel.0.clone();
+        self.with_files(
+            || "make a base".to_owned(),
+            move |layout| layers::save(layout, &folder, &without, most_bytes, &cancelled),
+        )
+        .await
     }
 
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError> {

@@ -142,17 +142,22 @@ impl Init {
     }
 
     fn reap(&mut self) -> io::Result<()> {
+        let mut ended = None;
         while !self.childless {
             match sys::reap() {
                 Reaped::Ended(pid, code) => {
                     if self.step == Some(pid) {
                         self.step = None;
-                        self.channel.send(&Report::StepEnded { code }, &[])?;
+                        ended = Some(code);
                     }
                 }
                 Reaped::Busy => break,
                 Reaped::Childless => self.childless = true,
             }
+        }
+        if let Some(code) = ended {
+            let left = !self.childless;
+            self.channel.send(&Report::StepEnded { code, left }, &[])?;
         }
         if self.childless && self.ending {
             (self.ending, self.killing) = (false, false);

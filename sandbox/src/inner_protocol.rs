@@ -47,8 +47,8 @@ pub enum Order {
 pub enum Report {
     /// It is up.
     Ready,
-    /// The step's process ended.
-    StepEnded { code: i32 },
+    /// The step's process ended. `left`: others were still there.
+    StepEnded { code: i32, left: bool },
     /// The command cannot be run; the status and message that a shell would give.
     NotRunnable { code: i32, message: String },
     /// The command could not be started for no fault of its own.

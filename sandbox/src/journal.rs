@@ -11,7 +11,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::ExitRecord;
+use crate::{layers::Based, protocol::ExitRecord};
 
 /// A step takes half a kilobyte; this is more steps than any trial has.
 const READ_LIMIT: u64 = 16 * 1024 * 1024;
@@ -30,6 +30,9 @@ pub struct Meta {
     pub token: u64,
     /// The control groups that were, or were about to be, made.
     pub cgroups: Vec<PathBuf>,
+    /// What its folders were made from.
+    #[serde(default)]
+    pub base: Option<Based>,
 }
 
 /// One line.
@@ -165,11 +168,13 @@ mod tests {
             lifetime_ms: 2,
             token: 3,
             cgroups: Vec::new(),
+            base: None,
         };
         let exit = ExitRecord {
             code: 7,
             timed_out: false,
             out_of_memory: false,
+            left_running: false,
             started_at_ms: 1,
             finished_at_ms: 2,
             stdout_bytes: 0,

@@ -19,6 +19,7 @@ mod helpers;
 mod init;
 mod inner_protocol;
 mod journal;
+mod layers;
 mod layout;
 mod protocol;
 mod provider;
@@ -26,13 +27,18 @@ mod root;
 mod share;
 mod supervisor;
 mod sys;
+mod tree;
 mod zygote;
 
 pub use cgroup::Enforcement;
 pub use helpers::{init_main, run_if_helper, zygote_main};
 pub use provider::{BubblewrapOptions, BubblewrapProvider, ProcessProvider};
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 
@@ -50,6 +56,19 @@ pub struct SandboxSpec {
     pub lifetime: Duration,
     /// Limits on everything inside, together.
     pub limits: Limits,
+    /// What its home and workspace are made from instead of being empty: an absolute folder with `home` and `workspace` in it, as
+    /// [`Sandbox::save_base`] makes it. Nobody may change it while a sandbox lives that is made from it.
+    pub base: Option<PathBuf>,
+}
+
+/// What a provider can do with a [`SandboxSpec::base`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BaseSupport {
+    /// Bytes of files that a base may hold.
+    pub most_bytes: u64,
+    /// What programs find around them, the same in every sandbox of this provider: another text where that is another. `None`: sandboxes
+    /// differ in their paths, so that what was installed in one may not run in another.
+    pub environment: Option<String>,
 }
 
 /// Limits on the whole of a sandbox. Enforced where the host lets us make cgroups; a provider says at start-up what it can enforce.
@@ -83,6 +102,8 @@ pub struct StepExit {
     pub timed_out: bool,
     /// The kernel killed something in the sandbox for memory during the step.
     pub out_of_memory: bool,
+    /// Other processes of the sandbox were there when the step's own ended: it has left something running, or earlier steps have.
+    pub left_running: bool,
     /// Milliseconds since the epoch.
     pub started_at_ms: u64,
     /// Milliseconds since the epoch.
@@ -165,6 +186,14 @@ pub trait SandboxProvider: Send + Sync {
     /// Makes `files` (relative paths and their bytes) the read-only files that all sandboxes see at [`Sandbox::shared`], those that live already
     /// too, in place of what was there. Files have mode 0444, folders 0555. Blocks for as long as writing them takes.
     fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError>;
+    /// What it can do with bases; `None`: nothing.
+    fn bases(&self) -> Option<BaseSupport> {
+        None
+    }
+    /// The bases of the sandboxes that left anything behind on this host. Blocks for as long as reading a file of each takes.
+    fn bases_in_use(&self) -> Result<BTreeSet<PathBuf>, SandboxError> {
+        Ok(BTreeSet::new())
+    }
     /// Kills everything inside and removes it. Fine when already gone. On `Ok` nothing of it is left.
     async fn destroy(&self, name: &str) -> Result<(), SandboxError>;
 }
@@ -181,6 +210,12 @@ pub trait Sandbox: Send + Sync {
     /// Absolute path of the provider's folder of programs (agents, installed once per host) as processes inside see it. What is added to the
     /// folder shows in living sandboxes too; nothing inside can change it where the provider isolates.
     fn tools(&self) -> &str;
+    /// What its folders were made from.
+    fn base(&self) -> Option<&Path>;
+    /// Makes a base: copies home and workspace into `folder`, which is not there yet, without the files that `without` names (`home/…`,
+    /// `workspace/…`). Gives the bytes of its files; above `most_bytes` it fails. Where it fails, or its future is dropped, nothing of
+    /// `folder` stays. Processes inside must not write meanwhile.
+    async fn save_base(&self, folder: &Path, without: &[PathBuf], most_bytes: u64) -> Result<u64, SandboxError>;
     /// Writes text files below `base`, making folders; never follows a symlink out of `base`. Mode 0644 (0600 if `private`), folders 0755.
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError>;
     /// At most `limit` bytes of a file below `base`; `None` if there is no such regular file. Never follows a symlink out of `base`.

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, io, path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{Limits, cgroup::Plan};
+use crate::{Limits, cgroup::Plan, layers::Based};
 
 /// Largest frame: Linux itself refuses to start a program with more than about 2 MiB of arguments and environment (6 MiB at most).
 pub const MAX_FRAME: usize = 8 * 1024 * 1024;
@@ -19,6 +19,8 @@ pub struct Create {
     pub memory_bytes: u64,
     pub pids: u32,
     pub cgroups: Plan,
+    /// What its folders are made from.
+    pub base: Option<Based>,
     pub backend: Backend,
 }
 
@@ -110,6 +112,8 @@ pub struct ExitRecord {
     pub code: i32,
     pub timed_out: bool,
     pub out_of_memory: bool,
+    #[serde(default)]
+    pub left_running: bool,
     pub started_at_ms: u64,
     pub finished_at_ms: u64,
     pub stdout_bytes: u64,

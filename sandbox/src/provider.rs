@@ -1,6 +1,7 @@
 //! The two providers of this host: plain processes, and bubblewrap.
 
 use std::{
+    collections::BTreeSet,
     fs, io,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
@@ -20,13 +21,14 @@ use tokio::{
 };
 
 use crate::{
-    Enforcement, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, cgroup,
+    BaseSupport, Enforcement, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, cgroup,
     client::Client,
     destroy,
-    handle::{self, Handle, Inside},
+    handle::{self, Cancel, Handle, Inside},
     helpers,
     inner_protocol::{HOME, SHARE, TOOLS, WORKSPACE},
     journal,
+    layers::{self, Based, Means},
     layout::{self, Layout},
     protocol::{Backend, Bubblewrap, Create, Reply, Request},
     root::Root,
@@ -88,6 +90,12 @@ impl ProcessProvider {
         Ok(self)
     }
 
+    /// Makes sandboxes from bases by copying them, even where overlayfs works.
+    pub fn with_copied_bases(mut self) -> Self {
+        self.core.means = Means::Copy;
+        self
+    }
+
     /// What this host enforces.
     pub fn enforcement(&self) -> &Enforcement {
         &self.core.enforcement
@@ -126,6 +134,12 @@ impl BubblewrapProvider {
         Ok(self)
     }
 
+    /// Makes sandboxes from bases by copying them, even where overlayfs works.
+    pub fn with_copied_bases(mut self) -> Self {
+        self.core.means = Means::Copy;
+        self
+    }
+
     /// What this host enforces.
     pub fn enforcement(&self) -> &Enforcement {
         &self.core.enforcement
@@ -148,6 +162,7 @@ impl BubblewrapProvider {
                 memory_bytes: 256 << 20,
                 pids: 32,
             },
+            base: None,
         };
         let command = StepCommand {
             step: "probe".into(),
@@ -191,6 +206,17 @@ impl SandboxProvider for ProcessProvider {
         self.core.share(files)
     }
 
+    fn bases(&self) -> Option<BaseSupport> {
+        Some(BaseSupport {
+            most_bytes: self.core.means.most_bytes(),
+            environment: None,
+        })
+    }
+
+    fn bases_in_use(&self) -> Result<BTreeSet<PathBuf>, SandboxError> {
+        self.core.bases_in_use()
+    }
+
     async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
         self.core.destroy(name).await
     }
@@ -218,6 +244,17 @@ impl SandboxProvider for BubblewrapProvider {
         self.core.share(files)
     }
 
+    fn bases(&self) -> Option<BaseSupport> {
+        Some(BaseSupport {
+            most_bytes: self.core.means.most_bytes(),
+            environment: Some(self.name().to_owned()),
+        })
+    }
+
+    fn bases_in_use(&self) -> Result<BTreeSet<PathBuf>, SandboxError> {
+        self.core.bases_in_use()
+    }
+
     async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
         self.core.destroy(name).await
     }
@@ -234,6 +271,8 @@ struct Core {
     backend: Backend,
     plan: cgroup::Plan,
     enforcement: Enforcement,
+    /// How sandboxes are made from bases.
+    means: Means,
     zygote: Mutex<Option<Zygote>>,
 }
 
@@ -267,7 +306,8 @@ impl Core {
             reason: e.to_string(),
         })?;
         let (plan, enforcement) = cgroup::probe();
-        tracing::info!(provider, enforcement = enforcement.description, "sandbox provider is ready");
+        let (means, bases) = layers::choose(&root.path);
+        tracing::info!(provider, enforcement = enforcement.description, bases, "sandbox provider is ready");
         Ok(Self {
             provider,
             tools: root.path.join(OWN_TOOLS),
@@ -277,6 +317,7 @@ impl Core {
             backend,
             plan,
             enforcement,
+            means,
             zygote: Mutex::new(None),
         })
     }
@@ -297,7 +338,7 @@ impl Core {
         }
     }
 
-    fn handle(&self, name: &str, token: u64, layout: Layout, client: Client) -> Box<dyn Sandbox> {
+    fn handle(&self, name: &str, token: u64, layout: Layout, base: Option<PathBuf>, client: Client) -> Box<dyn Sandbox> {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
         let inside = match &self.backend {
             Backend::Process { .. } => Inside {
@@ -313,7 +354,7 @@ impl Core {
                 tools: TOOLS.to_owned(),
             },
         };
-        Box::new(Handle::new(name, token, layout, inside, client))
+        Box::new(Handle::new(name, token, layout, inside, base, client))
     }
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
@@ -332,6 +373,7 @@ impl Core {
             pids: spec.limits.pids,
             boot_id: self.boot_id.clone(),
             cgroups: self.plan.clone(),
+            base: spec.base.clone().map(|folder| Based { folder, means: self.means }),
             backend: self.backend.clone(),
         };
         let mut client = self
@@ -343,7 +385,13 @@ impl Core {
             client.receive().await
         };
         let reason = match tokio::time::timeout(CREATE_PATIENCE, answer).await {
-            Ok(Ok(Reply::Done)) => return Ok(self.handle(&spec.name, spec.token, Layout::new(&self.root.path, &spec.name), client)),
+            Ok(Ok(Reply::Done)) => {
+                let layout = Layout::new(&self.root.path, &spec.name);
+                match self.fill(&layout, spec.base.as_deref()).await {
+                    Ok(()) => return Ok(self.handle(&spec.name, spec.token, layout, spec.base.clone(), client)),
+                    Err(e) => e.to_string(),
+                }
+            }
             // Somebody else's: leave it alone.
             Ok(Ok(Reply::Exists)) => return Err(self.failed(format!("there is a sandbox {} already", spec.name))),
             Ok(Ok(Reply::Refused { reason })) => reason,
@@ -355,6 +403,22 @@ impl Core {
             tracing::warn!(sandbox = spec.name, error = %e, "a half-made sandbox was left behind");
         }
         Err(self.failed(reason))
+    }
+
+    /// Copies the base into a sandbox that was just made, where the supervisor has not mounted it.
+    async fn fill(&self, layout: &Layout, base: Option<&Path>) -> Result<(), SandboxError> {
+        let Some(base) = base.filter(|_| self.means == Means::Copy) else {
+            return Ok(());
+        };
+        let (layout, base, cancel) = (layout.clone(), base.to_owned(), Cancel::default());
+        let cancelled = cancel.0.clone();
+        handle::on_blocking_thread(move || {
+            layers::fill(&layout, &base, &cancelled).map_err(|e| SandboxError::Operation {
+                operation: format!("copy {}", base.display()),
+                reason: e.to_string(),
+            })
+        })
+        .await
     }
 
     async fn connect_zygote(&self) -> io::Result<Client> {
@@ -430,12 +494,40 @@ impl Core {
             reason,
         };
         match answer {
-            Ok(Ok(Reply::Done)) => Ok(self.handle(name, token, layout, client)),
+            Ok(Ok(Reply::Done)) => self.taken_over(name, token, layout, client),
             Ok(Ok(Reply::Fenced { current })) => Err(SandboxError::Fenced { current, ours: token }),
             Ok(Ok(other)) => Err(failed(format!("the supervisor answered {other:?}"))),
             Ok(Err(e)) => Err(handle::lost(name, &layout, &e)),
             Err(_) => Err(failed(format!("no answer within {ATTACH_PATIENCE:?}"))),
         }
+    }
+
+    fn taken_over(&self, name: &str, token: u64, layout: Layout, client: Client) -> Result<Box<dyn Sandbox>, SandboxError> {
+        let base = self.meta(&layout)?.and_then(|meta| meta.base);
+        match base {
+            Some(based) if !based.is_whole(&layout) => Err(SandboxError::Lost {
+                name: name.to_owned(),
+                reason: "what it was made from is not all there for this executor".to_owned(),
+            }),
+            base => Ok(self.handle(name, token, layout, base.map(|based| based.folder), client)),
+        }
+    }
+
+    fn meta(&self, layout: &Layout) -> Result<Option<journal::Meta>, SandboxError> {
+        let content = journal::Content::read(&layout.journal()).map_err(|e| SandboxError::Operation {
+            operation: format!("read {}", layout.journal().display()),
+            reason: e.to_string(),
+        })?;
+        Ok(content.meta)
+    }
+
+    fn bases_in_use(&self) -> Result<BTreeSet<PathBuf>, SandboxError> {
+        let mut used = BTreeSet::new();
+        for name in self.list()? {
+            let meta = self.meta(&Layout::new(&self.root.path, &name))?;
+            used.extend(meta.and_then(|meta| meta.base).map(|based| based.folder));
+        }
+        Ok(used)
     }
 
     fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {

@@ -74,6 +74,7 @@ async fn the_network_can_be_off() {
             token: 1,
             lifetime: PATIENCE,
             limits,
+            base: None,
         };
         let sandbox = provider.create(&spec).await.unwrap();
         let exit = sandbox
@@ -118,6 +119,7 @@ async fn probe_tells_why() {
         token: 1,
         lifetime: PATIENCE,
         limits,
+        base: None,
     };
     let error = provider.create(&spec).await.map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("does not serve sandbox-zygote"), "{error}");

@@ -20,8 +20,8 @@ use crate::{
 
 /// What a backend reports.
 pub enum Event {
-    /// The process of the running step ended.
-    StepEnded(i32),
+    /// The process of the running step ended with this status. `left`: others were still there.
+    StepEnded { code: i32, left: bool },
     /// The running step could not be started.
     StartFailed(StartFailure),
     /// After terminate or kill: nothing but the supervisor and its helpers is alive.
@@ -195,18 +195,23 @@ impl Direct {
 
     fn collect(&mut self) -> Vec<Event> {
         let mut events = Vec::new();
+        let mut ended = None;
         while !self.childless {
             match sys::reap() {
                 Reaped::Ended(pid, code) => {
                     if self.step == Some(pid) {
                         self.step = None;
-                        events.push(Event::StepEnded(code));
+                        ended = Some(code);
                     }
                 }
                 Reaped::Busy => break,
                 Reaped::Childless => self.childless = true,
             }
         }
+        events.extend(ended.map(|code| Event::StepEnded {
+            code,
+            left: !self.childless,
+        }));
         if self.childless && self.ending {
             self.ending = false;
             events.push(Event::AllDead);

@@ -172,7 +172,7 @@ impl Inner {
         while let Some(report) = channel.next()? {
             match report {
                 Report::Ready => {}
-                Report::StepEnded { code } => events.push(Event::StepEnded(code)),
+                Report::StepEnded { code, left } => events.push(Event::StepEnded { code, left }),
                 Report::NotRunnable { code, message } => events.push(Event::StartFailed(StartFailure::NotRunnable { code, message })),
                 Report::StartFailed { reason } => events.push(Event::StartFailed(StartFailure::Failed(reason))),
                 Report::AllDead => events.push(Event::AllDead),

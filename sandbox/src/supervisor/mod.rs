@@ -28,6 +28,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::{
     cgroup::Group,
     journal::{Journal, Meta, Record},
+    layers::{self, Means},
     layout::{self, Layout},
     protocol::{self, Create, ExitRecord, Reply, Request},
     sys,
@@ -120,6 +121,8 @@ struct Step {
     sink: Sink,
     /// Set when the process has ended.
     code: Option<i32>,
+    /// Other processes were there when it did.
+    left_running: bool,
     drain_until: Option<Instant>,
     timed_out: bool,
     /// Connections that wait for its end.
@@ -182,11 +185,15 @@ impl Supervisor {
             lifetime_ms: create.lifetime.as_millis() as u64,
             token: create.token,
             cgroups: create.cgroups.folders(&create.name),
+            base: create.base.clone(),
         };
         let mut journal = Journal::create(&layout.journal())?;
         journal.append(Record::Made(meta))?;
         for path in [layout.home(), layout.workspace(), layout.tmp()] {
             folder(&path, 0o755)?;
+        }
+        if let Some(based) = create.base.as_ref().filter(|based| based.means == Means::Overlay) {
+            layers::mount(&layout, &based.folder)?;
         }
         // The path of a socket may be 108 bytes long; a relative one always fits.
         std::env::set_current_dir(&layout.folder)?;
@@ -243,6 +250,10 @@ impl Supervisor {
             // Whoever destroys it knows the groups from the journal.
             if !closing.destroyed || !self.is_there() {
                 self.group.dissolve();
+            }
+            // Nobody else would find the mounts. We are in the folder, wherever it is by now.
+            if !self.is_there() {
+                let _ = layers::unmount(Path::new("."));
             }
             let lost = Reply::Lost { reason: closing.reason };
             closing.lost.into_iter().for_each(|id| self.reply(id, &lost));
@@ -492,6 +503,7 @@ impl Supervisor {
             sink: Sink::new(&self.layout, &name),
             name,
             code: None,
+            left_running: false,
             drain_until: None,
             timed_out: false,
             waiting: vec![id],
@@ -533,9 +545,10 @@ impl Supervisor {
 
     fn on_event(&mut self, event: Event) {
         match event {
-            Event::StepEnded(code) => {
+            Event::StepEnded { code, left } => {
                 if let Some(step) = &mut self.step {
                     step.code = Some(code);
+                    step.left_running = left;
                     step.drain_until = Some(Instant::now() + DRAIN);
                 }
             }
@@ -628,6 +641,7 @@ impl Supervisor {
             code: step.code.unwrap_or(255),
             timed_out: step.timed_out,
             out_of_memory: self.group.out_of_memory(),
+            left_running: step.left_running,
             started_at_ms: step.started_at_ms,
             finished_at_ms: layout::now_ms().max(step.started_at_ms),
             stdout_bytes: step.sink.stdout_bytes(),

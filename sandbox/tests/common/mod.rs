@@ -73,6 +73,7 @@ impl World {
             token: 5,
             lifetime: Duration::from_secs(300),
             limits,
+            base: None,
         }
     }
 
