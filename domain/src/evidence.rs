@@ -7,7 +7,8 @@ use std::collections::VecDeque;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    changes::TurnChanges, coverage::Coverage, limits::*, names::names, number::Number, outcome::Usage, redact::Redactor, timing::Timing,
+    changes::TurnChanges, coverage::Coverage, limits::*, mocks::MockCalls, names::names, number::Number, outcome::Usage, redact::Redactor,
+    timing::Timing,
 };
 
 /// All that is kept of one trial.
@@ -38,6 +39,9 @@ pub struct TrialEvidence {
     /// Ours: where the time went.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timing: Option<Timing>,
+    /// Ours: what the agent asked of the profile's mocks. Absent where there were none, or no calls.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mock_calls: Option<MockCalls>,
 }
 
 /// One entry of a trajectory. Times are in milliseconds since the epoch, and may have a fraction.
@@ -158,6 +162,29 @@ impl JournalEntry {
                 }
             }
             Self::FileChange { paths, .. } => paths.iter_mut().for_each(|path| redactor.string(path)),
+        }
+    }
+
+    /// Cuts the texts that have a limit without redacting them: for the checks, which read what the agent really wrote, and never for keeping.
+    pub fn cut_unsealed(&mut self) {
+        match self {
+            Self::Command {
+                output, output_truncated, ..
+            } => *output_truncated |= cut(output, MAX_EVIDENCE_TEXT),
+            Self::ToolCall {
+                error,
+                error_truncated,
+                input,
+                input_truncated,
+                output,
+                output_truncated,
+                ..
+            } => {
+                for (text, truncated) in [(error, error_truncated), (input, input_truncated), (output, output_truncated)] {
+                    *truncated |= text.as_mut().is_some_and(|text| cut(text, MAX_EVIDENCE_TEXT));
+                }
+            }
+            Self::Message { .. } | Self::FileChange { .. } => {}
         }
     }
 
@@ -378,6 +405,12 @@ names!(
         Skipped = "skipped",
     }
 );
+
+impl Default for ValidationStatus {
+    fn default() -> Self {
+        Self::Queued
+    }
+}
 
 /// A value of a validation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

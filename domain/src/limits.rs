@@ -147,6 +147,22 @@ pub const MAX_VALIDATION_NAME: usize = 200;
 pub const MAX_VALIDATIONS: usize = 40;
 /// Calls, and log lines, of one validation (contract 1.7).
 pub const MAX_VALIDATION_CALLS: usize = 64;
+/// Calls of each kind of mock that a trial keeps (contract 2.4).
+pub const MAX_MOCK_CALLS: usize = 256;
+/// Bytes of all calls of a trial's mocks as JSON: 256 calls of two values of 16,000 characters that are mostly one byte long.
+pub const MAX_MOCK_CALL_BYTES: usize = 8 << 20;
+/// Bytes of one line of a mock's log: its values hold up to 64,000 characters each, its handler's logs as much again.
+pub const MAX_MOCK_LINE_BYTES: usize = 4 << 20;
+/// HTTP mocks of one profile.
+pub const MAX_MOCK_APIS: usize = 64;
+/// Endpoints of one HTTP mock. All of them must fit into the agent's prompt anyway.
+pub const MAX_MOCK_ENDPOINTS: usize = 512;
+/// Bytes of the value that a prepare step returns: checks get it as one variable.
+pub const MAX_PREPARED_BYTES: usize = MAX_PROCESS_STRING_BYTES;
+/// Milliseconds that a prepare step may take: one command of 600 s, as the documentation shows it, and what is around it.
+pub const PREPARE_TIMEOUT_MS: u64 = 900_000;
+/// Milliseconds until an HTTP mock must say that it is ready.
+pub const MOCK_READY_MS: u64 = 60_000;
 /// Paths of changed files that one trial keeps.
 pub const MAX_CHANGED_FILES: usize = 10_000;
 /// Evidence up to this travels with its event; what is larger is an object. An object costs several syncs, and a small trial must cost none.

@@ -202,6 +202,38 @@ pub fn verify_failed(reason: &str) -> String {
     ))
 }
 
+/// A bundle of checks did not end in time, so there is no verdict.
+pub fn validator_timed_out(name: &str, limit_ms: u64) -> String {
+    failure_text(&format!(
+        "The validator {name} ran past its limit of {}",
+        humanise_duration(limit_ms)
+    ))
+}
+
+/// A bundle of checks gave no verdict. `reason` must be redacted.
+pub fn validator_failed(name: &str, reason: &str) -> String {
+    failure_text(&format!(
+        "The validator {name} gave no verdict: {}",
+        first_line(reason).unwrap_or("no reason was given")
+    ))
+}
+
+/// A prepare step did not do what it should, for another reason than its exit status. `reason` must be redacted.
+pub fn prepare_refused(name: &str, reason: &str) -> String {
+    failure_text(&format!(
+        "The prepare step {name} failed: {}",
+        first_line(reason).unwrap_or("no reason was given")
+    ))
+}
+
+/// A profile's HTTP mock does not serve. `reason` must be redacted.
+pub fn mock_failed(reason: &str) -> String {
+    failure_text(&format!(
+        "The HTTP mock failed: {}",
+        first_line(reason).unwrap_or("no reason was given")
+    ))
+}
+
 /// No check says what passes.
 pub const NOTHING_TO_CHECK: &str = "The case has neither a validator nor a verify command";
 

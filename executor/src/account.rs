@@ -6,7 +6,8 @@ use evalgrid_domain::{
     coverage::{Channel, Coverage},
     evidence::{Trajectory, TrialEvidence, Validation, VerifyStep},
     limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES},
-    outcome::Usage,
+    mocks::MockCalls,
+    outcome::{EXIT_NOT_SCORED, Usage},
 };
 use evalgrid_proto::v1::{Evidence, TrialOutcome, TrialStatus, evidence::Place};
 
@@ -14,6 +15,7 @@ use crate::{
     check::CheckRecord,
     trial::{Attempt, Stop, json},
     turns::TurnRecord,
+    validator::ValidatorRecord,
 };
 
 /// Diagnostics of one trial; each is one short line.
@@ -29,12 +31,21 @@ pub(crate) struct Account {
     model_ms: u64,
     timed: bool,
     files: BTreeSet<String>,
-    validation: Option<Validation>,
+    validations: Vec<Validation>,
     verify_steps: Vec<VerifyStep>,
     diagnostics: Vec<String>,
     passed: Option<bool>,
     failure: Option<String>,
     void_fields: Vec<String>,
+    /// Of the process that left the trial without a verdict.
+    void_code: Option<i32>,
+    /// What the person said in each turn that ran.
+    asked: Vec<String>,
+    /// What the agent is told of the HTTP mocks, behind its first prompt.
+    pub(crate) introduction: String,
+    pub(crate) mock_calls: Option<MockCalls>,
+    /// The case's cache was there.
+    pub(crate) cache_restored: bool,
     coverage: Coverage,
 }
 
@@ -61,8 +72,19 @@ impl Account {
         self.diagnostics.extend(diagnostics.into_iter().take(room));
     }
 
-    pub(crate) fn turn(&mut self, record: TurnRecord, workspace: &str) {
+    /// What the person said in each turn that ran.
+    pub(crate) fn asked(&self) -> &[String] {
+        &self.asked
+    }
+
+    /// Whether the agent ran at all.
+    pub(crate) fn has_run(&self) -> bool {
+        !self.asked.is_empty()
+    }
+
+    pub(crate) fn turn(&mut self, prompt: &str, record: TurnRecord, workspace: &str) {
         self.timed = true;
+        self.asked.push(prompt.to_owned());
         self.model_ms += record.finished_at_ms.saturating_sub(record.started_at_ms);
         self.commands = self.commands.saturating_add(record.commands);
         self.failed_commands = self.failed_commands.saturating_add(record.failed_commands);
@@ -83,7 +105,7 @@ impl Account {
 
     pub(crate) fn check(&mut self, record: CheckRecord) {
         self.passed = record.passed;
-        self.validation = Some(record.validation);
+        self.validations.push(record.validation);
         self.verify_steps = record.verify_steps;
         self.diagnostics(record.diagnostics);
         if let Some(failure) = record.failure {
@@ -91,8 +113,21 @@ impl Account {
         }
     }
 
-    pub(crate) fn skipped(&mut self, validation: Validation) {
-        self.validation = Some(validation);
+    /// One bundle of several: all must pass.
+    pub(crate) fn validator(&mut self, record: ValidatorRecord) {
+        self.validations.extend(record.validations);
+        self.diagnostics(record.diagnostics);
+        if let Some(passed) = record.passed {
+            self.passed = Some(self.passed.unwrap_or(true) && passed);
+        }
+        if let Some(failure) = record.failure {
+            self.void_code.get_or_insert(record.exit_code);
+            self.void(failure, &["validator"]);
+        }
+    }
+
+    pub(crate) fn skipped(&mut self, validations: Vec<Validation>) {
+        self.validations.extend(validations);
     }
 
     /// The trial's end. Big evidence is stored before it is named.
@@ -100,17 +135,18 @@ impl Account {
         let (status, exit_code) = match (&self.failure, self.passed) {
             (None, Some(true)) => (TrialStatus::Passed, 0),
             (None, Some(false)) => (TrialStatus::Failed, 1),
-            _ => (TrialStatus::Void, -1),
+            _ => (TrialStatus::Void, self.void_code.unwrap_or(EXIT_NOT_SCORED)),
         };
         self.coverage.files.lower(&Channel::unavailable("Nobody looked at the workspace"));
         let evidence = TrialEvidence {
             trajectory: self.trajectory.finish(),
-            validations: self.validation.into_iter().collect(),
+            validations: self.validations,
             verify_steps: self.verify_steps,
             void_fields: self.void_fields.clone(),
             files_changed: self.files.into_iter().collect(),
             artifacts: Vec::new(),
             diagnostics: self.diagnostics,
+            mock_calls: self.mock_calls,
             coverage: self.timed.then_some(self.coverage),
             ..TrialEvidence::default()
         };

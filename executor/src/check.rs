@@ -1,4 +1,4 @@
-//! Whether the agent did it: the case's verify command.
+//! Whether the agent did it: the case's validator, or its verify command.
 
 use std::time::Duration;
 
@@ -7,6 +7,7 @@ use evalgrid_domain::{
     limits::CHECK_TIMEOUT_MS,
     number::Number,
     outcome,
+    request::Case,
     verify::{self, VerifyPlan},
 };
 use serde::{Deserialize, Serialize};
@@ -17,10 +18,11 @@ use crate::{
     output,
     setup::{command, memory_diagnostics},
     trial::{Attempt, StepResult, Stop, called},
+    validator,
 };
 
 /// How long the verify command may take.
-pub(crate) const LIMIT: Duration = Duration::from_millis(CHECK_TIMEOUT_MS);
+const LIMIT: Duration = Duration::from_millis(CHECK_TIMEOUT_MS);
 const STEP: &str = "check.0";
 
 /// What a check records. Every text in it is redacted.
@@ -44,13 +46,21 @@ impl StepResult for CheckRecord {
     }
 }
 
+/// How long all checks of a case may take.
+pub(crate) fn limit(case: &Case) -> Duration {
+    case.validator.as_ref().map_or(LIMIT, validator::limit)
+}
+
 /// Checks the trial, unless it is void already.
 pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<(), Stop> {
+    if let Some(validator) = &attempt.case.validator {
+        return validator::run(attempt, account, validator).await;
+    }
     match &attempt.case.verify {
         Some(verify) if account.is_void() => {
             let mut skipped = validation(verify, ValidationStatus::Skipped, String::new());
             skipped.seal(&attempt.redactor);
-            account.skipped(skipped);
+            account.skipped(vec![skipped]);
         }
         Some(verify) => {
             let record = attempt.once(STEP, check(attempt, verify)).await?;

@@ -106,6 +106,9 @@ impl Sandbox for FakeSandbox {
     async fn run(&self, command: &StepCommand) -> Result<StepExit, SandboxError> {
         (self.0)(command)
     }
+    async fn ended(&self, _: &str) -> Result<Option<StepExit>, SandboxError> {
+        Ok(None)
+    }
     async fn kill(&self, _: &str) -> Result<(), SandboxError> {
         Ok(())
     }

@@ -5,16 +5,21 @@
 
 mod account;
 mod backoff;
+mod bundle;
 mod check;
 mod folder;
 mod link;
+mod mocks;
 mod objects;
 mod outbox;
 mod output;
+mod prepare;
 mod setup;
 mod source;
 mod trial;
+mod turn_files;
 mod turns;
+mod validator;
 mod worker;
 
 #[cfg(test)]

@@ -23,6 +23,9 @@ pub(crate) const INSTALL_LIMIT: Duration = Duration::from_secs(600);
 /// An instructions file that a system prompt is put before. No agent reads one that is longer.
 const MAX_INSTRUCTIONS_BYTES: u64 = 1 << 20;
 
+/// Files of a profile that were skipped, by name; more would hide the other diagnostics.
+const MAX_SKIPPED_NAMED: usize = 20;
+
 /// What a step before the agent records. A failure leaves the trial void.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SetUp {
@@ -89,6 +92,13 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
                 .await?,
         );
     }
+    let skipped = attempt.profile().into_iter().flat_map(|profile| &profile.files);
+    let skipped = skipped.filter(|(_, content)| content.contains('\0')).take(MAX_SKIPPED_NAMED);
+    account.diagnostics(
+        skipped
+            .map(|(path, _)| format!("The profile's file {path} was skipped: it holds a NUL byte, and profiles are text"))
+            .collect(),
+    );
     // From here on processes of the trial run: whoever comes after a crash must not write files over what they have made of them.
     attempt.durable().await?;
     if let (false, Some(command)) = (account.is_void(), attempt.profile().and_then(|profile| profile.install.as_deref())) {
@@ -106,6 +116,8 @@ fn take(account: &mut Account, result: SetUp) {
 
 fn profile_files<'a>(attempt: &'a Attempt<'_>, folder: &'static str) -> impl Iterator<Item = (String, Vec<u8>)> + 'a {
     let files = attempt.profile().into_iter().flat_map(|profile| &profile.files);
+    // Text only: what holds a NUL is a binary that got into the folder, and no reason to lose the trial.
+    let files = files.filter(|(_, content)| !content.contains('\0'));
     files.filter_map(move |(path, content)| Some((path.strip_prefix(folder)?.to_owned(), content.clone().into_bytes())))
 }
 

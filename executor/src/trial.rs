@@ -21,7 +21,15 @@ use evalgrid_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, Step
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::{sync::oneshot, time::timeout};
 
-use crate::{account::Account, check, objects::ObjectError, outbox::Fact, setup, turns, worker::Worker};
+use crate::{
+    account::Account,
+    check, mocks,
+    objects::ObjectError,
+    outbox::Fact,
+    prepare::{self, Prepared},
+    setup, turns,
+    worker::Worker,
+};
 
 /// What a sandbox lives longer than all its steps may take: waiting for a worker that crashed, for evidence that must be stored, for a retry.
 const LIFETIME_MARGIN: Duration = Duration::from_secs(3_600);
@@ -113,6 +121,7 @@ pub(crate) struct Attempt<'a> {
     pub(crate) variant: &'a VariantRequest,
     pub(crate) sandbox: Box<dyn Sandbox>,
     pub(crate) redactor: Arc<Redactor>,
+    pub(crate) prepared: Prepared,
     recorded: HashMap<&'a str, &'a RecordedStep>,
     /// Tells when the newest record is durable, and so all before it.
     newest: Mutex<Option<oneshot::Receiver<()>>>,
@@ -144,13 +153,14 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
     let provider = provider.ok_or_else(|| Stop::unavailable(format!("this worker has no {} sandboxes", lease.provider)))?;
     let sandbox = sandbox(worker, lease, case, provider.as_ref()).await?;
     let recorded = lease.steps.iter().map(|step| (step.step.as_str(), step)).collect();
-    let attempt = Attempt {
+    let mut attempt = Attempt {
         worker,
         lease,
         request: &request,
         case,
         variant,
         sandbox,
+        prepared: Prepared::nothing(redactor.clone()),
         redactor,
         recorded,
         newest: Mutex::new(None),
@@ -161,9 +171,12 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
         .await?;
     let mut account = Account::default();
     setup::run(&attempt, &mut account).await?;
+    mocks::start(&attempt, &mut account).await?;
+    prepare::run(&mut attempt, &mut account).await?;
     if !account.is_void() {
         turns::run(&attempt, &mut account).await?;
     }
+    mocks::keep_calls(&attempt, &mut account).await?;
     check::run(&attempt, &mut account).await?;
     let sandbox_ms = now_ms().saturating_sub(created.created_at_ms);
     account.outcome(&attempt, sandbox_ms).await
@@ -179,7 +192,7 @@ async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn San
     let spec = SandboxSpec {
         name: lease.sandbox.clone(),
         token: lease.token,
-        lifetime: setup::CLONE_LIMIT + setup::INSTALL_LIMIT + working + check::LIMIT + LIFETIME_MARGIN,
+        lifetime: setup::CLONE_LIMIT + setup::INSTALL_LIMIT + mocks::LIMIT + prepare::LIMIT + working + check::limit(case) + LIFETIME_MARGIN,
         limits: worker.limits,
         base: None,
     };

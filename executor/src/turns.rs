@@ -17,7 +17,7 @@ use evalgrid_domain::{
     redact::Redactor,
     request::User,
 };
-use evalgrid_harness::{Harness, HarnessEvent, ProfileFiles, Setting, TextFile, Turn, TurnOutput, recorder};
+use evalgrid_harness::{Harness, HarnessEvent, ProfileFiles, Setting, TextFile, Turn, TurnEnd, TurnOutput, recorder};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
@@ -75,7 +75,13 @@ pub(crate) fn files(attempt: &Attempt<'_>) -> Vec<TextFile> {
     files.unwrap_or_default()
 }
 
-fn harness(attempt: &Attempt<'_>) -> Option<&'static dyn Harness> {
+/// The step of a turn.
+pub(crate) fn step(number: u32) -> String {
+    format!("turn.{number}.agent")
+}
+
+/// The harness of the trial's variant.
+pub(crate) fn harness(attempt: &Attempt<'_>) -> Option<&'static dyn Harness> {
     evalgrid_harness::by_name(attempt.variant.harness.name())
 }
 
@@ -137,9 +143,14 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
             account.void(outcome::timed_out(limit_ms), &[]);
             break;
         }
+        // The mocks are the agent's to know of; the person has not said it.
+        let told = match number {
+            1 => format!("{prompt}{}", account.introduction),
+            _ => prompt.clone(),
+        };
         let turn = Turn {
             number,
-            prompt,
+            prompt: &told,
             session_id: session_id.as_deref(),
             deadline_ms: now_ms() + left_ms,
         };
@@ -150,7 +161,7 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
                 break;
             }
         };
-        let step = format!("turn.{number}.agent");
+        let step = step(number);
         let command = StepCommand {
             step: step.clone(),
             argv: command.argv,
@@ -158,11 +169,11 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
             time_limit: Duration::from_millis(left_ms),
         };
         let mut record = attempt
-            .once(&step, agent(attempt, harness, &turn, command, earlier, limit_ms))
+            .once(&step, agent(attempt, harness, (&turn, prompt), command, earlier, limit_ms))
             .await?;
         session_id = record.session_id.take().or(session_id);
         earlier = Usage::sum(earlier, record.usage);
-        account.turn(record, &setting.workspace);
+        account.turn(prompt, record, &setting.workspace);
         if account.is_void() {
             break;
         }
@@ -173,7 +184,7 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
 async fn agent(
     attempt: &Attempt<'_>,
     harness: &'static dyn Harness,
-    turn: &Turn<'_>,
+    (turn, said): (&Turn<'_>, &str),
     command: StepCommand,
     earlier: Option<Usage>,
     limit_ms: u64,
@@ -196,7 +207,7 @@ async fn agent(
         }
     }
     // Only in a conversation is it worth saying who said what.
-    let person = attempt.case.user.is_some().then(|| turn.prompt.to_owned());
+    let person = attempt.case.user.is_some().then(|| said.to_owned());
     let reader = Reader {
         harness,
         redactor: attempt.redactor.clone(),
@@ -259,37 +270,7 @@ impl Reader {
             entry.seal(&self.redactor);
             trajectory.push(entry);
         }
-        // A silent agent's output need not have a file.
-        let mut stdout: Box<dyn Read> = match exit.output.stdout_bytes {
-            0 => Box::new(io::empty()),
-            _ => Box::new(File::open(&exit.output.stdout)?),
-        };
-        let mut tail = None;
-        if let Some(path) = &exit.output.stdout_tail {
-            let file = File::open(path)?;
-            let start = exit.output.stdout_bytes.saturating_sub(file.metadata()?.len());
-            tail = Some((file, start));
-        }
-        // Without arrival times the events are still worth having.
-        let mut times: Box<dyn Read> = match File::open(&exit.output.stdout_times) {
-            Ok(file) => Box::new(file),
-            Err(_) => Box::new(io::empty()),
-        };
-        // What it says is a hint: a stderr that cannot be read costs that hint only.
-        let stderr = output::stderr_tail(&exit.output).unwrap_or_default();
-        let output = TurnOutput {
-            stdout: &mut stdout,
-            stdout_tail: tail.as_mut().map(|(file, start)| (file as &mut dyn Read, *start)),
-            stdout_times: &mut times,
-            stderr: &stderr,
-            trace: &self.trace,
-            exit_code: exit.code,
-            timed_out: exit.timed_out,
-            finished_at_ms: exit.finished_at_ms,
-            model: &self.model,
-            earlier: self.earlier,
-        };
-        let end = self.harness.read(output, &mut |event| {
+        let end = read_output(self.harness, exit, &self.trace, &self.model, self.earlier, &mut |event| {
             if let HarnessEvent::Command { exit_code, .. } = &event {
                 record.commands += 1;
                 record.failed_commands += u32::from(exit_code.is_some_and(|code| code != 0));
@@ -324,4 +305,46 @@ impl Reader {
         }
         Ok(record)
     }
+}
+
+/// Hands what a turn has printed to its harness.
+pub(crate) fn read_output(
+    harness: &'static dyn Harness,
+    exit: &StepExit,
+    trace: &[u8],
+    model: &str,
+    earlier: Option<Usage>,
+    events: &mut dyn FnMut(HarnessEvent),
+) -> io::Result<TurnEnd> {
+    // A silent agent's output need not have a file.
+    let mut stdout: Box<dyn Read> = match exit.output.stdout_bytes {
+        0 => Box::new(io::empty()),
+        _ => Box::new(File::open(&exit.output.stdout)?),
+    };
+    let mut tail = None;
+    if let Some(path) = &exit.output.stdout_tail {
+        let file = File::open(path)?;
+        let start = exit.output.stdout_bytes.saturating_sub(file.metadata()?.len());
+        tail = Some((file, start));
+    }
+    // Without arrival times the events are still worth having.
+    let mut times: Box<dyn Read> = match File::open(&exit.output.stdout_times) {
+        Ok(file) => Box::new(file),
+        Err(_) => Box::new(io::empty()),
+    };
+    // What it says is a hint: a stderr that cannot be read costs that hint only.
+    let stderr = output::stderr_tail(&exit.output).unwrap_or_default();
+    let output = TurnOutput {
+        stdout: &mut stdout,
+        stdout_tail: tail.as_mut().map(|(file, start)| (file as &mut dyn Read, *start)),
+        stdout_times: &mut times,
+        stderr: &stderr,
+        trace,
+        exit_code: exit.code,
+        timed_out: exit.timed_out,
+        finished_at_ms: exit.finished_at_ms,
+        model,
+        earlier,
+    };
+    harness.read(output, events)
 }

@@ -339,6 +339,14 @@ impl Sandbox for Handle {
         }
     }
 
+    async fn ended(&self, step: &str) -> Result<Option<StepExit>, SandboxError> {
+        let name = step.to_owned();
+        let operation = || "read the end of a step".to_owned();
+        let read = move |layout: &Layout| Ok(journal::Content::read(&layout.journal())?.exits.remove(&name));
+        let record = self.with_files(operation, read).await?;
+        record.map(|record| self.exit(step, record)).transpose()
+    }
+
     async fn kill(&self, step: &str) -> Result<(), SandboxError> {
         match self
             .ask(&Request::Kill {

@@ -226,6 +226,8 @@ pub trait Sandbox: Send + Sync {
     async fn ensure_workspace(&self) -> Result<(), SandboxError>;
     /// Starts the step, or attaches to it where it was started before, and waits for its end. Dropping the future leaves the step running.
     async fn run(&self, command: &StepCommand) -> Result<StepExit, SandboxError>;
+    /// How a step ended, if it has; starts nothing.
+    async fn ended(&self, step: &str) -> Result<Option<StepExit>, SandboxError>;
     /// Ends one running step's tree now (cancel). Fine when it is not running.
     async fn kill(&self, step: &str) -> Result<(), SandboxError>;
 }
