@@ -96,7 +96,14 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     let skipped = skipped.filter(|(_, content)| content.contains('\0')).take(MAX_SKIPPED_NAMED);
     account.diagnostics(
         skipped
-            .map(|(path, _)| format!("The profile's file {path} was skipped: it holds a NUL byte, and profiles are text"))
+            .map(|(path, _)| {
+                attempt
+                    .redactor
+                    .text(&format!(
+                        "The profile's file {path} was skipped: it holds a NUL byte, and profiles are text"
+                    ))
+                    .into_owned()
+            })
             .collect(),
     );
     // From here on processes of the trial run: whoever comes after a crash must not write files over what they have made of them.

@@ -192,7 +192,13 @@ async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn San
     let spec = SandboxSpec {
         name: lease.sandbox.clone(),
         token: lease.token,
-        lifetime: setup::CLONE_LIMIT + setup::INSTALL_LIMIT + mocks::LIMIT + prepare::LIMIT + working + check::limit(case) + LIFETIME_MARGIN,
+        lifetime: setup::CLONE_LIMIT
+            + setup::INSTALL_LIMIT
+            + mocks::LIMIT
+            + prepare::LIMIT
+            + working
+            + check::limit(case)
+            + LIFETIME_MARGIN,
         limits: worker.limits,
         base: None,
     };

@@ -44,7 +44,14 @@ pub fn support(sandboxes: impl IntoIterator<Item = (Sandbox, Sandbox)>, harnesse
     Support {
         harnesses: harnesses.into_iter().collect(),
         sandboxes: sandboxes.into_iter().collect(),
-        features: [Feature::ScriptedUser, Feature::ProfileVariables].into(),
+        features: [
+            Feature::ScriptedUser,
+            Feature::ProfileVariables,
+            Feature::CodeValidator,
+            Feature::Prepare,
+            Feature::ApiMock,
+        ]
+        .into(),
     }
 }
 

@@ -52,6 +52,7 @@ const EXTRA: &[(&str, &str)] = &[
     ("EvalTrial", "diagnostics"),
     ("EvalTrial", "fileChanges"),
     ("EvalTrial", "lostAttempts"),
+    ("EvalTrial", "mockCalls"),
     ("EvalTrial", "timing"),
 ];
 
