@@ -165,29 +165,6 @@ impl JournalEntry {
         }
     }
 
-    /// Cuts the texts that have a limit without redacting them: for the checks, which read what the agent really wrote, and never for keeping.
-    pub fn cut_unsealed(&mut self) {
-        match self {
-            Self::Command {
-                output, output_truncated, ..
-            } => *output_truncated |= cut(output, MAX_EVIDENCE_TEXT),
-            Self::ToolCall {
-                error,
-                error_truncated,
-                input,
-                input_truncated,
-                output,
-                output_truncated,
-                ..
-            } => {
-                for (text, truncated) in [(error, error_truncated), (input, input_truncated), (output, output_truncated)] {
-                    *truncated |= text.as_mut().is_some_and(|text| cut(text, MAX_EVIDENCE_TEXT));
-                }
-            }
-            Self::Message { .. } | Self::FileChange { .. } => {}
-        }
-    }
-
     /// The bytes of its JSON.
     fn json_len(&self) -> usize {
         struct Count(usize);
@@ -390,8 +367,10 @@ names!(
 
 names!(
     /// Where a validation stands.
+    #[derive(Default)]
     ValidationStatus {
         /// Waits.
+        #[default]
         Queued = "queued",
         /// Runs.
         Running = "running",
@@ -405,12 +384,6 @@ names!(
         Skipped = "skipped",
     }
 );
-
-impl Default for ValidationStatus {
-    fn default() -> Self {
-        Self::Queued
-    }
-}
 
 /// A value of a validation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,8 +6,8 @@
 use std::{collections::BTreeMap, io};
 
 use evalgrid_domain::{
-    evidence::{JournalEntry, Role, Trajectory},
-    limits::MAX_TRAJECTORY_BYTES,
+    evidence::{JournalEntry, Role, Trajectory, cut},
+    limits::{MAX_EVIDENCE_TEXT, MAX_TRAJECTORY_BYTES},
 };
 use evalgrid_harness::{Harness, HarnessEvent, recorder};
 use evalgrid_sandbox::{Base, StepExit};
@@ -96,7 +96,7 @@ fn texts(harness: &'static dyn Harness, model: &str, turns: &[Ran]) -> io::Resul
         turns::read_output(harness, &turn.exit, &turn.trace, model, None, &mut |event| {
             command_count += u32::from(matches!(event, HarnessEvent::Command { .. }));
             if let Some(mut entry) = event.into_entry() {
-                entry.cut_unsealed();
+                cut_long(&mut entry);
                 trajectory.push(entry);
             }
         })?;
@@ -143,5 +143,28 @@ fn agents_text(entry: &JournalEntry) -> Option<&str> {
     match entry {
         JournalEntry::Message { role, text, .. } if *role != Some(Role::User) => Some(text),
         _ => None,
+    }
+}
+
+/// Cuts the texts that have a limit. They are not redacted, so an entry that went through here is never kept.
+fn cut_long(entry: &mut JournalEntry) {
+    match entry {
+        JournalEntry::Command {
+            output, output_truncated, ..
+        } => *output_truncated |= cut(output, MAX_EVIDENCE_TEXT),
+        JournalEntry::ToolCall {
+            error,
+            error_truncated,
+            input,
+            input_truncated,
+            output,
+            output_truncated,
+            ..
+        } => {
+            for (text, truncated) in [(error, error_truncated), (input, input_truncated), (output, output_truncated)] {
+                *truncated |= text.as_mut().is_some_and(|text| cut(text, MAX_EVIDENCE_TEXT));
+            }
+        }
+        JournalEntry::Message { .. } | JournalEntry::FileChange { .. } => {}
     }
 }
