@@ -165,6 +165,30 @@ pub const PREPARE_TIMEOUT_MS: u64 = 900_000;
 pub const MOCK_READY_MS: u64 = 60_000;
 /// Paths of changed files that one trial keeps.
 pub const MAX_CHANGED_FILES: usize = 10_000;
+/// Changed files of one turn that are listed (decision 20).
+pub const MAX_TURN_CHANGES: usize = 10_000;
+/// Changed files of all turns of a trial that are listed: 50 turns at their limit would be 100 MB that every reader gets.
+pub const MAX_TRIAL_CHANGES: usize = 20_000;
+/// Bytes of changed files that are read for one turn, both sides (decision 20).
+pub const MAX_TURN_CONTENT_BYTES: u64 = 64 << 20;
+/// Bytes of a file whose text is looked at; larger ones are no text that a person reads.
+pub const MAX_DIFFED_FILE_BYTES: u64 = 1 << 20;
+/// Bytes of one diff.
+pub const MAX_DIFF_BYTES: usize = 64 << 10;
+/// Bytes of all diffs of one turn.
+pub const MAX_TURN_DIFF_BYTES: usize = 4 << 20;
+/// Bytes of all diffs of a trial: every reader of its results gets them.
+pub const MAX_TRIAL_DIFF_BYTES: usize = 16 << 20;
+/// Patterns of one list of a case's `diff`.
+pub const MAX_DIFF_PATTERNS: usize = 256;
+/// Bytes of one such pattern: longer paths there are none.
+pub const MAX_DIFF_PATTERN_BYTES: usize = 4_096;
+/// Bytes of one kept file; larger ones are no text that a person reads.
+pub const MAX_ARTIFACT_BYTES: u64 = 256 << 10;
+/// Kept files of one trial: each is an object, and an object costs several syncs.
+pub const MAX_ARTIFACTS: usize = 64;
+/// Bytes of all kept files of one trial.
+pub const MAX_ARTIFACTS_BYTES: u64 = 4 << 20;
 /// Evidence up to this travels with its event; what is larger is an object. An object costs several syncs, and a small trial must cost none.
 pub const INLINE_EVIDENCE_BYTES: usize = 16 << 10;
 /// How long a leased credential, leased variables, or a token for a batch's tail is good: 15 minutes (contract 1.9).

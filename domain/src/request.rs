@@ -105,6 +105,9 @@ pub struct Case {
     /// A folder kept between trials.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache: Option<CaseCache>,
+    /// Ours: which files count as the agent's work. Absent is not written, so that hashes of requests without it stay what they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub diff: Option<DiffRules>,
     /// `^[a-z0-9]+(?:-[a-z0-9]+)*$`.
     pub id: String,
     /// Turns of a conversation; null means the default.
@@ -159,6 +162,17 @@ pub struct CaseCache {
     pub key: String,
     /// Relative to the workspace.
     pub path: String,
+}
+
+/// Which files of the workspace count as the agent's work, beyond the defaults: patterns as in a `.gitignore` at the top of the workspace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiffRules {
+    /// What does not count.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<String>,
+    /// What counts all the same; stronger than `ignore` and the defaults.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub include: Vec<String>,
 }
 
 /// A program that prepares the workspace before the agent starts.

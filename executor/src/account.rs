@@ -3,15 +3,17 @@
 use std::collections::BTreeSet;
 
 use evalgrid_domain::{
+    changes::{ContentKind, TurnChanges},
     coverage::{Channel, Coverage},
     evidence::{Trajectory, TrialEvidence, Validation, VerifyStep},
-    limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES},
+    limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES, MAX_TRIAL_CHANGES, MAX_TRIAL_DIFF_BYTES},
     mocks::MockCalls,
     outcome::{EXIT_NOT_SCORED, Usage},
 };
 use evalgrid_proto::v1::{Evidence, TrialOutcome, TrialStatus, evidence::Place};
 
 use crate::{
+    changes::FilesRecord,
     check::CheckRecord,
     trial::{Attempt, Stop, json},
     turns::TurnRecord,
@@ -47,6 +49,9 @@ pub(crate) struct Account {
     /// The case's cache was there.
     pub(crate) cache_restored: bool,
     coverage: Coverage,
+    file_changes: Vec<TurnChanges>,
+    /// Bytes of their diffs.
+    diff_bytes: usize,
 }
 
 impl Account {
@@ -82,24 +87,57 @@ impl Account {
         !self.asked.is_empty()
     }
 
-    pub(crate) fn turn(&mut self, prompt: &str, record: TurnRecord, workspace: &str) {
+    pub(crate) fn turn(&mut self, prompt: &str, record: TurnRecord, files: FilesRecord, workspace: &str) {
         self.timed = true;
         self.asked.push(prompt.to_owned());
         self.model_ms += record.finished_at_ms.saturating_sub(record.started_at_ms);
         self.commands = self.commands.saturating_add(record.commands);
         self.failed_commands = self.failed_commands.saturating_add(record.failed_commands);
         self.usage = Usage::sum(self.usage, record.usage);
-        for path in &record.files {
-            let below = path.strip_prefix(workspace).and_then(|path| path.strip_prefix('/'));
-            if let Some(path) = below.filter(|_| self.files.len() < MAX_CHANGED_FILES) {
-                self.files.insert(path.to_owned());
-            }
-        }
+        self.files(files.changes, &record.files, workspace);
         record.entries.into_iter().for_each(|entry| self.trajectory.push(entry));
         self.diagnostics(record.diagnostics);
         self.coverage.lower(&record.coverage);
         if let Some(failure) = record.failure {
             self.void(failure, &[]);
+        }
+    }
+
+    /// `named`: what the agent itself said that it wrote, which is worth something only where nobody could look.
+    fn files(&mut self, mut turn: TurnChanges, named: &[String], workspace: &str) {
+        self.coverage.files.lower(&turn.coverage);
+        if matches!(turn.coverage, Channel::Unavailable { .. }) {
+            let below = |path: &String| Some(path.strip_prefix(workspace)?.strip_prefix('/')?.to_owned());
+            named.iter().filter_map(below).for_each(|path| self.changed(path));
+        }
+        let room = MAX_TRIAL_CHANGES - self.file_changes.iter().map(|turn| turn.changes.len()).sum::<usize>();
+        if turn.changes.len() > room {
+            turn.omitted += (turn.changes.len() - room) as u64;
+            turn.changes.truncate(room);
+            let reason = format!(
+                "Turn {}: changes beyond the first {MAX_TRIAL_CHANGES} of the trial are not listed",
+                turn.turn
+            );
+            self.coverage.files.lower(&Channel::partial(reason));
+        }
+        for change in &mut turn.changes {
+            change.from.iter().chain([&change.path]).for_each(|path| self.changed(path.clone()));
+            let bytes = change.diff.as_ref().map_or(0, String::len);
+            if self.diff_bytes + bytes > MAX_TRIAL_DIFF_BYTES {
+                change.diff = None;
+                change.content = ContentKind::TooLarge;
+                let reason = format!("Turn {}: the diffs of the trial are too large to be kept", turn.turn);
+                self.coverage.files.lower(&Channel::partial(reason));
+            } else {
+                self.diff_bytes += bytes;
+            }
+        }
+        self.file_changes.push(turn);
+    }
+
+    fn changed(&mut self, path: String) {
+        if self.files.len() < MAX_CHANGED_FILES {
+            self.files.insert(path);
         }
     }
 
@@ -131,13 +169,12 @@ impl Account {
     }
 
     /// The trial's end. Big evidence is stored before it is named.
-    pub(crate) async fn outcome(mut self, attempt: &Attempt<'_>, sandbox_ms: u64) -> Result<TrialOutcome, Stop> {
+    pub(crate) async fn outcome(self, attempt: &Attempt<'_>, sandbox_ms: u64) -> Result<TrialOutcome, Stop> {
         let (status, exit_code) = match (&self.failure, self.passed) {
             (None, Some(true)) => (TrialStatus::Passed, 0),
             (None, Some(false)) => (TrialStatus::Failed, 1),
             _ => (TrialStatus::Void, self.void_code.unwrap_or(EXIT_NOT_SCORED)),
         };
-        self.coverage.files.lower(&Channel::unavailable("Nobody looked at the workspace"));
         let evidence = TrialEvidence {
             trajectory: self.trajectory.finish(),
             validations: self.validations,
@@ -148,7 +185,8 @@ impl Account {
             diagnostics: self.diagnostics,
             mock_calls: self.mock_calls,
             coverage: self.timed.then_some(self.coverage),
-            ..TrialEvidence::default()
+            file_changes: self.file_changes,
+            timing: None,
         };
         let bytes = json(&evidence);
         let place = if bytes.len() <= INLINE_EVIDENCE_BYTES {

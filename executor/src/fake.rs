@@ -103,6 +103,12 @@ impl Sandbox for FakeSandbox {
     async fn ensure_workspace(&self) -> Result<(), SandboxError> {
         Ok(())
     }
+    fn folder(&self) -> Option<&std::path::Path> {
+        None
+    }
+    async fn started(&self) -> Result<std::collections::BTreeSet<String>, SandboxError> {
+        Ok(Default::default())
+    }
     async fn run(&self, command: &StepCommand) -> Result<StepExit, SandboxError> {
         (self.0)(command)
     }

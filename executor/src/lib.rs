@@ -6,6 +6,7 @@
 mod account;
 mod backoff;
 mod bundle;
+mod changes;
 mod check;
 mod folder;
 mod link;

@@ -229,6 +229,19 @@ impl Attempt<'_> {
         Ok(result)
     }
 
+    /// Whether an earlier attempt has recorded the step.
+    pub(crate) fn is_recorded(&self, step: &str) -> bool {
+        self.recorded.contains_key(step)
+    }
+
+    /// What an earlier attempt has recorded of the step, if it has.
+    pub(crate) async fn recalled<T: DeserializeOwned>(&self, step: &str) -> Result<Option<T>, Stop> {
+        match self.recorded.get(step) {
+            Some(recorded) => self.read(&recorded.result).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
     /// Waits until everything recorded so far is durable.
     pub(crate) async fn durable(&self) -> Result<(), Stop> {
         let newest = self.newest().take();

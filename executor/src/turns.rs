@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     account::Account,
+    changes::Changes,
     output,
     setup::memory_diagnostics,
     trial::{Attempt, StepResult, Stop, called, now_ms},
@@ -130,6 +131,7 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     let limit_ms = u64::from(attempt.case.time_limit_ms());
     let mut session_id: Option<String> = None;
     let mut earlier: Option<Usage> = None;
+    let changes = Changes::new(attempt);
     for (prompt, number) in prompts.zip(1..) {
         if number > 1 && session_id.is_none() {
             account.diagnostics(vec![format!(
@@ -168,12 +170,15 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
             env: command.env,
             time_limit: Duration::from_millis(left_ms),
         };
+        let window = changes.before(number).await?;
         let mut record = attempt
             .once(&step, agent(attempt, harness, (&turn, prompt), command, earlier, limit_ms))
             .await?;
         session_id = record.session_id.take().or(session_id);
         earlier = Usage::sum(earlier, record.usage);
-        account.turn(prompt, record, &setting.workspace);
+        // Of a turn that failed, too.
+        let files = changes.after(window).await?;
+        account.turn(prompt, record, files, &setting.workspace);
         if account.is_void() {
             break;
         }

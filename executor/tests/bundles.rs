@@ -326,8 +326,8 @@ async fn mocks_are_started_told_and_kept() {
         );
         let steps = told.step_names();
         assert_eq!(
-            steps[steps.len() - 5..],
-            ["mocks", "prepare", "turn.1.agent", "mocks.calls", "check.0"]
+            steps[steps.len() - 6..],
+            ["mocks", "prepare", "turn.1.agent", "turn.1.files", "mocks.calls", "check.0"]
         );
     }
 }
@@ -379,7 +379,7 @@ async fn bundles_run_once_whoever_asks() {
     );
     let case = json!({ "prepare": { "name": "p", "source": prepare }, "validator": validator(&["one"], &checks) });
     let mut lease = grid.lease(1, &request(&format!("echo agent >> $HOME/ran; {ASK}"), case, mock(MOCK)));
-    let names = ["mocks", "prepare", "turn.1.agent", "mocks.calls", "check.0"];
+    let names = ["mocks", "prepare", "turn.1.agent", "turn.1.files", "mocks.calls", "check.0"];
     let mut recorded: Vec<RecordedStep> = Vec::new();
     let mut first: Option<TrialOutcome> = None;
     // First in one go, then as if the worker had died behind each of the steps.

@@ -70,18 +70,25 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 #[tokio::test]
 async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
     let mut grid = Grid::new().await;
-    let run = r#"echo x >> "$HOME/ran"; echo '{"_tag":"Started","sessionId":"s","model":"m"}'
+    let run = r#"echo x >> "$HOME/ran"; echo x >> grows; echo '{"_tag":"Started","sessionId":"s","model":"m"}'
         printf '{"_tag":"Message","role":"assistant","text":"%s"}\n' "$SPHYNX_PROMPT"; printf '{"_tag":"Usage","inputTokens":1,"outputTokens":2}\n'"#;
     let case = json!({
         "source": { "kind": "files", "files": { "a": "a" } },
         "user": { "kind": "scripted", "replies": ["go on"] },
-        "verify": "echo check >> \"$HOME/ran\" && test \"$(tr '\\n' ' ' < \"$HOME/ran\")\" = 'i x x check '",
+        "verify": "echo check >> grows; echo check >> \"$HOME/ran\" && test \"$(tr '\\n' ' ' < \"$HOME/ran\")\" = 'i x x check '",
     });
     let profile = json!({ "install": "echo i >> \"$HOME/ran\"", "files": { "home/a": "a", "workspace/b": "b" } });
     let mut lease = grid.lease(1, &request(run, case, profile));
     let set_up = ["sandbox.create", "source", "profile.home", "profile.workspace"];
-    let processes = ["profile.install", "turn.1.agent", "turn.2.agent", "check.0"];
-    let names = [set_up, processes].concat();
+    let processes = [
+        "profile.install",
+        "turn.1.agent",
+        "turn.1.files",
+        "turn.2.agent",
+        "turn.2.files",
+        "check.0",
+    ];
+    let names = [set_up.as_slice(), &processes].concat();
     let mut recorded: Vec<RecordedStep> = Vec::new();
 
     // The worker dies before a process, each time with one step more that has become durable.
@@ -170,10 +177,10 @@ async fn no_process_starts_before_the_set_up_is_durable() {
     }
     check(
         json!({ "install": "touch installed" }),
-        &["profile.install", "turn.1.agent", "check.0"],
+        &["profile.install", "turn.1.agent", "turn.1.files", "check.0"],
     )
     .await;
-    check(json!({}), &["turn.1.agent", "check.0"]).await;
+    check(json!({}), &["turn.1.agent", "turn.1.files", "check.0"]).await;
 }
 
 #[tokio::test]
@@ -218,7 +225,7 @@ async fn reports_that_nobody_acknowledged_are_sent_again() {
     assert_eq!(session.hello.slots, 2);
     let after = session.until(|told| told.credits == 1).await;
     assert_eq!(after.reports[..before.reports.len()], before.reports, "the same ones, first");
-    assert_eq!(after.step_names(), ["turn.1.agent", "check.0"]);
+    assert_eq!(after.step_names(), ["turn.1.agent", "turn.1.files", "check.0"]);
     assert_eq!(after.outcome().status(), TrialStatus::Passed);
     assert_eq!(after.destroyed, std::slice::from_ref(&held.lease.sandbox));
     executor.stop().await;

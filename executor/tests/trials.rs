@@ -63,6 +63,7 @@ async fn a_trial_that_passes() {
         "profile.workspace",
         "profile.install",
         "turn.1.agent",
+        "turn.1.files",
         "check.0",
     ];
     assert_eq!(told.step_names(), steps);
@@ -90,6 +91,11 @@ async fn a_trial_that_passes() {
         entries.iter().filter(|entry| entry.starts_with("command")).count()
     );
     assert_eq!(evidence.files_changed, ["b.txt"]);
+    let [turn] = evidence.file_changes.as_slice() else {
+        panic!("{:?}", evidence.file_changes)
+    };
+    assert_eq!((turn.turn, turn.changes[0].diff.as_deref()), (1, Some("@@ -0,0 +1 @@\n+b\n")));
+    assert!(evidence.coverage.unwrap().files.is_complete());
     let ran: Vec<_> = evidence
         .verify_steps
         .iter()
@@ -224,10 +230,11 @@ async fn conversations() {
             expected.extend([format!("user {reply}"), format!("agent {reply}/s-1")]);
         }
         assert_eq!(said, expected);
-        assert_eq!(
-            told.steps.iter().filter(|step| step.step.starts_with("turn.")).count(),
-            turns as usize
-        );
+        let agents = told.steps.iter().filter(|step| step.step.ends_with(".agent"));
+        assert_eq!(agents.count(), turns as usize);
+        let evidence = grid.evidence(outcome);
+        let changed: Vec<_> = evidence.file_changes.iter().flat_map(|turn| &turn.changes).collect();
+        assert_eq!(changed.len(), turns as usize, "each turn has added a line");
     }
     let once = r#"[ -n "$SPHYNX_SESSION_ID" ] || echo '{"_tag":"Started","sessionId":"s-1","model":"m"}';"#;
     check(once, &["yes", "fine"], 8, 3).await;

@@ -1,6 +1,7 @@
 //! A living sandbox, as the executor holds it.
 
 use std::{
+    collections::BTreeSet,
     io,
     path::{Path, PathBuf},
     sync::{
@@ -313,6 +314,15 @@ impl Sandbox for Handle {
             |layout| files::ensure_workspace(&layout.folder),
         )
         .await
+    }
+
+    fn folder(&self) -> Option<&Path> {
+        Some(&self.layout.folder)
+    }
+
+    async fn started(&self) -> Result<BTreeSet<String>, SandboxError> {
+        let read = |layout: &Layout| Ok(journal::Content::read(&layout.journal())?.started);
+        self.with_files(|| "read what was started".to_owned(), read).await
     }
 
     async fn run(&self, command: &StepCommand) -> Result<StepExit, SandboxError> {

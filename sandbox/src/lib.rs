@@ -224,6 +224,12 @@ pub trait Sandbox: Send + Sync {
     async fn remove_file(&self, base: Base, path: &str) -> Result<(), SandboxError>;
     /// Makes the workspace again, empty, where it has been deleted or replaced by something that is not a folder.
     async fn ensure_workspace(&self) -> Result<(), SandboxError>;
+    /// The sandbox's folder as the executor itself finds it: `home` and `workspace` are in it, and room for files of the executor's own, whose
+    /// names start with `changes.`. They go with the sandbox, and nothing inside can reach them where the provider isolates. `None` where the
+    /// files are not on this host.
+    fn folder(&self) -> Option<&Path>;
+    /// The steps that were ever started here.
+    async fn started(&self) -> Result<BTreeSet<String>, SandboxError>;
     /// Starts the step, or attaches to it where it was started before, and waits for its end. Dropping the future leaves the step running.
     async fn run(&self, command: &StepCommand) -> Result<StepExit, SandboxError>;
     /// How a step ended, if it has; starts nothing.

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use super::*;
 use crate::{
+    changes,
     decode::{Decoder, Issue, IssueTag, Text, utf16_len},
     limits::*,
 };
@@ -178,6 +179,7 @@ fn suite(d: &mut Decoder, value: &Value) -> Option<Suite> {
 fn case(d: &mut Decoder, value: &Value) -> Option<Case> {
     let map = d.object(value)?;
     let cache = d.optional(map, "cache", cache);
+    let diff = d.nullable(map, "diff", diff);
     let id = d.required(map, "id", text(ID));
     let max_turns = d.nullable(map, "maxTurns", |d, value| integer_u32(d, value, MAX_TURNS));
     let name = d.optional(map, "name", text(Text::max(MAX_NAME)));
@@ -196,6 +198,7 @@ fn case(d: &mut Decoder, value: &Value) -> Option<Case> {
     let id = id?;
     Some(Case {
         cache: cache?,
+        diff: diff?,
         max_turns: max_turns?,
         name: name?.unwrap_or_else(|| id.clone()),
         id,
@@ -219,6 +222,21 @@ fn cache(d: &mut Decoder, value: &Value) -> Option<CaseCache> {
     );
     let path = d.required(map, "path", text(rules));
     Some(CaseCache { key: key?, path: path? })
+}
+
+fn diff(d: &mut Decoder, value: &Value) -> Option<DiffRules> {
+    let rules = Text::any()
+        .min(1)
+        .bytes(MAX_DIFF_PATTERN_BYTES)
+        .matching(changes::is_pattern, "a pattern as in a .gitignore file, on one line");
+    let list = |d: &mut Decoder, value: &Value| d.array(value, 0..=MAX_DIFF_PATTERNS, text(rules));
+    let map = d.object(value)?;
+    let ignore = d.optional(map, "ignore", list);
+    let include = d.optional(map, "include", list);
+    Some(DiffRules {
+        ignore: ignore?.unwrap_or_default(),
+        include: include?.unwrap_or_default(),
+    })
 }
 
 fn prepare(d: &mut Decoder, value: &Value) -> Option<Prepare> {
