@@ -290,6 +290,8 @@ impl Reader {
         })?;
         record.entries = trajectory.finish();
         record.usage = end.usage;
+        record.coverage = end.coverage;
+        record.coverage.seal(&self.redactor);
         record.stalled = end.stalled.map(|stalled| self.redactor.text(&stalled).into_owned());
         record.diagnostics.extend(end.diagnostics);
         record.failure = end

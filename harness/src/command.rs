@@ -5,6 +5,8 @@ use std::{
     io,
 };
 
+use evalgrid_domain::coverage::Channel;
+
 use crate::{
     Harness, HarnessError, HarnessEvent, Install, Place, Setting, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     lines::{Arrivals, Lines},
@@ -114,7 +116,17 @@ impl Harness for Command {
                 });
             }
         }
-        Ok(journal.end)
+        let mut end = journal.end;
+        if let Some(lost) = end.diagnostics.first().cloned().filter(|_| lines.lost()) {
+            let lost = Channel::partial(lost);
+            for channel in [&mut end.coverage.events, &mut end.coverage.actions, &mut end.coverage.messages] {
+                channel.lower(&lost);
+            }
+        }
+        if end.usage.is_none() {
+            end.coverage.usage.lower(&Channel::unavailable("The command printed no Usage"));
+        }
+        Ok(end)
     }
 }
 

@@ -91,17 +91,7 @@ impl HarnessEvent {
     /// Reads one line of output. `None` for everything that is not a documented line: logging, unknown tags, wrong types. `arrived_at` stamps
     /// a line that has no `at` of its own.
     pub fn from_line(line: &[u8], arrived_at: u64) -> Option<Self> {
-        // Most of a chatty agent's output ends here, unparsed.
-        if line.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
-            return None;
-        }
-        let text = String::from_utf8_lossy(line);
-        // A client that cuts a text in the middle of a surrogate pair writes half of it as an escape, which only JavaScript accepts.
-        let value = serde_json::from_str(&text)
-            .or_else(|_| serde_json::from_str(&without_lone_surrogates(&text)))
-            .ok()?;
-        let Value::Object(fields) = value else { return None };
-        Self::from_fields(&Fields(&fields), arrived_at as f64)
+        Self::from_fields(&Fields(&object(line)?), arrived_at as f64)
     }
 
     /// What a trajectory keeps of it, not yet sealed. `None`: the session's begin and end, and usage, are no entries.
@@ -220,6 +210,23 @@ impl HarnessEvent {
             },
             _ => return None,
         })
+    }
+}
+
+/// A line that is a JSON object, read lossily.
+pub(crate) fn object(line: &[u8]) -> Option<Map<String, Value>> {
+    // Most of a chatty agent's output ends here, unparsed.
+    if line.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+        return None;
+    }
+    let text = String::from_utf8_lossy(line);
+    // A client that cuts a text in the middle of a surrogate pair writes half of it as an escape, which only JavaScript accepts.
+    let value = serde_json::from_str(&text)
+        .or_else(|_| serde_json::from_str(&without_lone_surrogates(&text)))
+        .ok()?;
+    match value {
+        Value::Object(fields) => Some(fields),
+        _ => None,
     }
 }
 

@@ -8,13 +8,26 @@ use std::{
     io::{self, Read},
 };
 
-use evalgrid_domain::{limits::MAX_PROCESS_STRING_BYTES, outcome::Usage};
+use evalgrid_domain::{coverage::Coverage, limits::MAX_PROCESS_STRING_BYTES, outcome::Usage};
 
+mod agent;
+pub mod bub;
+pub mod claude;
+pub mod codex;
 pub mod command;
+pub mod cursor;
 pub mod event;
+mod failure;
+pub mod fx;
+pub mod gemini;
 pub mod install;
 pub mod lines;
+mod model;
+pub mod opencode;
+pub mod pi;
+pub mod qwen;
 pub mod recorder;
+mod transcript;
 
 pub use command::Command;
 pub use event::HarnessEvent;
@@ -156,6 +169,8 @@ pub struct TurnEnd {
     pub usage: Option<Usage>,
     /// What was lost or odd in the output, for people.
     pub diagnostics: Vec<String>,
+    /// How much of the turn the output tells; its reasons are not redacted yet. `files` is not the harness's to say.
+    pub coverage: Coverage,
 }
 
 /// One kind of agent.
@@ -213,8 +228,21 @@ pub fn shared_files() -> Vec<TextFile> {
 
 /// The harness of a variant, by its name; `None` where it is not supported.
 pub fn by_name(name: &str) -> Option<&'static dyn Harness> {
-    match name {
-        command::NAME => Some(&Command),
-        _ => None,
-    }
+    all().into_iter().find(|harness| harness.name() == name)
+}
+
+/// Every harness.
+pub fn all() -> [&'static dyn Harness; 10] {
+    [
+        &Command,
+        &codex::Codex,
+        &claude::Claude,
+        &opencode::Opencode,
+        &gemini::Gemini,
+        &qwen::Qwen,
+        &pi::Pi,
+        &bub::Bub,
+        &cursor::Cursor,
+        &fx::Fx,
+    ]
 }

@@ -119,6 +119,11 @@ impl Lines {
         Ok(lines)
     }
 
+    /// Was anything lost?
+    pub fn lost(&self) -> bool {
+        self.missing > 0 || self.reader.dropped() > 0
+    }
+
     /// What was lost, for people.
     pub fn diagnostics(&self) -> Vec<String> {
         let mut found = Vec::new();
