@@ -138,11 +138,12 @@ impl Parser for Reader {
                 let mut calls = std::mem::take(&mut self.calls).into_iter();
                 for result in results {
                     let output = plain(result);
+                    let failed = is_error(&output);
                     let outcome = Outcome {
-                        exit_code: exit_code_in(&output),
+                        exit_code: if failed { exit_code_in(&output) } else { Some(0) },
                         output,
-                        failed: false,
-                        status: None,
+                        failed,
+                        status: Some(if failed { "failed" } else { "completed" }.to_owned()),
                     };
                     to.returned(&calls.next().unwrap_or_default(), outcome, at);
                 }
@@ -152,6 +153,12 @@ impl Parser for Reader {
             _ => {}
         }
     }
+}
+
+/// A tool that failed gives an object instead of its output.
+fn is_error(result: &str) -> bool {
+    let object: Option<Value> = result.starts_with('{').then(|| serde_json::from_str(result).ok()).flatten();
+    object.is_some_and(|object| object["kind"] == "tool" && object["message"].is_string())
 }
 
 impl Reader {

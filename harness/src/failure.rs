@@ -16,6 +16,7 @@ pub(crate) fn explain(agent: &Agent, message: &str, status: Option<u16>) -> Stri
         Some(429) => "its model server limits its requests (429); run fewer trials at once, or raise the limit".into(),
         Some(status @ 500..) => format!("its model server failed ({status}); run the trial again later"),
         Some(status) => format!("its model server refused the request ({status})"),
+        None if has(LIMITED) => "its model server limits its requests; run fewer trials at once, or raise the limit".into(),
         None if has(UNREACHABLE) => "its model server could not be reached; check the base URL and the sandbox's network".into(),
         None if has(CUT) => "its model server's answer broke off; run the trial again".into(),
         None if has(BUSY) => "its model server is overloaded; run the trial again later".into(),
@@ -60,23 +61,27 @@ const CUT: &[&str] = &[
     "other side closed",
     "socket connection was closed",
 ];
-/// The server says so without a status.
-const BUSY: &[&str] = &["high demand", "overloaded", "too many requests", "rate limit"];
+/// The server says without a status that there are too many requests.
+const LIMITED: &[&str] = &["too many requests", "rate limit", "quota"];
+/// The server says without a status that it cannot.
+const BUSY: &[&str] = &["high demand", "overloaded"];
 
-/// An HTTP status of a failure in a text: three digits behind a word that announces one.
+/// An HTTP status of a failure in a text: three digits at its beginning, or behind a word that announces one.
 fn status_in(message: &str) -> Option<u16> {
     let mut words = message.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
-    let mut before = words.next()?.to_ascii_lowercase();
-    for word in words {
-        if word.len() == 3
-            && matches!(before.as_str(), "status" | "error" | "code" | "http" | "statuscode")
-            && let Ok(status @ 400..=599) = word.parse()
-        {
-            return Some(status);
-        }
-        before = word.to_ascii_lowercase();
-    }
-    None
+    // A text may also begin with it.
+    let mut announced = true;
+    words.find_map(|word| {
+        let status = word
+            .parse()
+            .ok()
+            .filter(|status| announced && word.len() == 3 && (400..=599).contains(status));
+        announced = matches!(
+            word.to_ascii_lowercase().as_str(),
+            "status" | "error" | "code" | "http" | "statuscode" | "rejected"
+        );
+        status
+    })
 }
 
 #[cfg(test)]
@@ -106,6 +111,9 @@ mod tests {
                 None,
                 "broke off",
             ),
+            ("401 Incorrect API key", None, "(401)"),
+            ("429 Rate limit reached", None, "(429)"),
+            ("[API Error: Rate limit reached for requests]", None, "limits its requests; run"),
             ("the file has 404 lines", None, "the file has 404 lines"),
             ("\n  first line\nsecond", None, "first line"),
             (" \n", None, "it gave no reason"),

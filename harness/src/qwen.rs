@@ -65,7 +65,7 @@ impl Harness for Qwen {
             .args(["--auth-type", "openai", "--yolo", "--output-format", "stream-json"])
             .option("--model", Some(&setting.model))
             .option("--resume", turn.session_id)
-            .args(["--", turn.prompt])
+            .args([agent::not_an_option(turn).as_ref()])
             .env([
                 ("OPENAI_API_KEY", key),
                 ("OPENAI_BASE_URL", agent::base_url(setting).unwrap_or(DASHSCOPE)),
