@@ -92,8 +92,7 @@ fn setting(attempt: &Attempt<'_>) -> Setting {
         home: attempt.sandbox.home().to_owned(),
         workspace: attempt.sandbox.workspace().to_owned(),
         shared: attempt.sandbox.shared().to_owned(),
-        // Only the command harness can be asked for as yet, which needs no program of ours.
-        tools: String::new(),
+        tools: attempt.sandbox.tools().to_owned(),
         program: None,
         model: attempt.variant.model.clone(),
         credential: attempt.lease.credential.clone().into_iter().collect(),

@@ -161,6 +161,16 @@ impl Parser for Reader {
             _ => {}
         }
     }
+
+    fn waits_for<'a>(&self, stderr: &'a str) -> Option<&'a str> {
+        logged_error(stderr)
+    }
+}
+
+/// What is between the quotes of the last `error.error="…"` of its log.
+fn logged_error(stderr: &str) -> Option<&str> {
+    let (_, error) = stderr.rsplit_once("error.error=\"")?;
+    error.split(['"', '\n']).next()
 }
 
 impl Reader {

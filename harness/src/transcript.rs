@@ -32,6 +32,11 @@ pub(crate) trait Parser {
 
     /// The output is over: what was held back is told now.
     fn finish(&mut self, _to: &mut Transcript<'_>) {}
+
+    /// Why the agent waits for its model server, where only its stderr tells.
+    fn waits_for<'a>(&self, _stderr: &'a str) -> Option<&'a str> {
+        None
+    }
 }
 
 /// One line: a JSON object, and when it came (milliseconds since the epoch).
@@ -160,6 +165,7 @@ pub(crate) fn read(
         timed_out: output.timed_out,
         at: output.finished_at_ms as f64,
         stderr: output.stderr,
+        waits_for: parser.waits_for(output.stderr),
         silent: understood == 0,
     };
     Ok(transcript.finish(&ended))
@@ -171,6 +177,7 @@ struct Ended<'a> {
     timed_out: bool,
     at: f64,
     stderr: &'a str,
+    waits_for: Option<&'a str>,
     silent: bool,
 }
 
@@ -385,25 +392,16 @@ impl Transcript<'_> {
             .rfind(|line| !line.is_empty())
             .unwrap_or_default();
         if ended.timed_out {
-            self.end.stalled = if let Some(waiting) = &self.waiting {
-                Some(format!("{name} was waiting for its model server: {waiting}"))
-            } else if busy {
-                None
-            } else if ended.silent && !last_words.is_empty() {
-                Some(format!("{name} had told nothing but: {last_words}"))
-            } else if ended.silent {
-                Some(format!(
-                    "{name} had told nothing, so it was starting or waiting for its model server"
-                ))
-            } else {
-                Some(format!("{name} was waiting for its model server"))
+            let waiting = self.waiting.take().or_else(|| ended.waits_for.map(str::to_owned));
+            self.end.stalled = match waiting {
+                // While a tool runs, it is not the model that is waited for.
+                _ if busy => None,
+                Some(words) => Some(format!("{name} was waiting for its model server: {words}")),
+                None if ended.silent => Some(format!("{name} had told nothing yet")),
+                None => Some(format!("{name} was waiting for its model server")),
             };
         } else if !self.closed && self.end.failure.is_none() {
-            let told = match (ended.silent, self.waiting.take()) {
-                (_, Some(waiting)) => waiting,
-                _ if !last_words.is_empty() => last_words.to_owned(),
-                _ => "it gave no reason".into(),
-            };
+            let told = self.waiting.take().unwrap_or_else(|| last_words.to_owned());
             self.fail(format!(
                 "it stopped before its turn was over, with status {}: {}",
                 ended.exit_code,
