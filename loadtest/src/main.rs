@@ -7,8 +7,10 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "it measures real time")]
 
+mod agents;
 mod cell;
 mod floor;
+mod machine;
 mod memory;
 mod recovery;
 mod restart;
@@ -53,6 +55,27 @@ enum What {
         #[arg(long, default_value_t = 1200)]
         trials: usize,
     },
+    /// What one no-op trial costs more than its bare commands, per provider.
+    Overhead {
+        /// The providers.
+        #[arg(long, value_delimiter = ',', default_value = "process,bubblewrap")]
+        providers: Vec<String>,
+        /// Trials in all, per run and provider.
+        #[arg(long, default_value_t = 100)]
+        trials: usize,
+    },
+    /// Trials per minute with the real codex against a model server on loopback, beside codex alone; memory per running trial.
+    Agents {
+        /// Where agents are installed.
+        #[arg(long, default_value = "target/tools")]
+        tools: PathBuf,
+        /// Trials at once.
+        #[arg(long, value_delimiter = ',', default_value = "1,4")]
+        slots: Vec<u32>,
+        /// Trials in all, per run and row.
+        #[arg(long, default_value_t = 20)]
+        trials: usize,
+    },
     /// From `kill -9` with 100 trials in flight to the first new step.
     Restart,
     /// From the start of a killed scheduler to its first answer: a million records, and 100,000 waiting trials.
@@ -75,6 +98,14 @@ async fn main() {
     match arguments.what {
         What::Steps { in_flight, steps } => steps::report(&folder, runs, &in_flight, steps).await,
         What::Trials { slots, trials } => trials::report(&folder, runs, &slots, trials).await,
+        What::Overhead { providers, trials } => {
+            let providers: Vec<&str> = providers.iter().map(String::as_str).collect();
+            trials::overhead(&folder, runs, trials, &providers).await;
+        }
+        What::Agents { tools, slots, trials } => {
+            std::fs::create_dir_all(&tools).unwrap();
+            agents::report(&folder, runs, &tools.canonicalize().unwrap(), &slots, trials).await;
+        }
         What::Restart => restart::report(&folder, runs).await,
         What::Recovery => recovery::report(&folder, runs).await,
         What::Cell => cell::report(&folder, runs).await,
