@@ -23,6 +23,8 @@ pub enum FolderError {
 
 /// The folder, locked for as long as this lives. A second executor that gets the lock proves that the first is dead.
 pub(crate) struct Folder {
+    /// Where it is.
+    pub(crate) path: PathBuf,
     /// Random, made once.
     pub(crate) worker_id: String,
     /// Random, new at each start.
@@ -49,6 +51,7 @@ impl Folder {
             Err(error) => return Err(failed(error.into())),
         }
         Ok(Self {
+            path: path.to_owned(),
             worker_id: worker_id(path).map_err(failed)?,
             incarnation: random_id(),
             boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")

@@ -6,6 +6,7 @@
 mod account;
 mod backoff;
 mod bundle;
+mod cache;
 mod changes;
 mod check;
 mod folder;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     account::Account,
-    output,
+    cache, output,
     source::Repository,
     trial::{Attempt, StepResult, Stop, called},
     turns,
@@ -72,6 +72,7 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
         }
         Source::Repo { url, reference } => take(account, attempt.once("source", clone(attempt, url, reference.as_deref())).await?),
     }
+    cache::restore(attempt, account).await?;
     if account.is_void() {
         return Ok(());
     }

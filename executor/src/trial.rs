@@ -23,7 +23,7 @@ use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
     account::Account,
-    check, mocks,
+    cache, check, mocks,
     objects::ObjectError,
     outbox::Fact,
     prepare::{self, Prepared},
@@ -173,6 +173,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
     setup::run(&attempt, &mut account).await?;
     mocks::start(&attempt, &mut account).await?;
     prepare::run(&mut attempt, &mut account).await?;
+    cache::save(&attempt, &mut account).await?;
     if !account.is_void() {
         turns::run(&attempt, &mut account).await?;
     }

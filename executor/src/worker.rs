@@ -22,6 +22,7 @@ use tracing::Instrument as _;
 
 use crate::{
     backoff::Pauses,
+    cache::Caches,
     folder::Folder,
     objects::Objects,
     outbox::{Fact, Outbox},
@@ -48,6 +49,7 @@ pub(crate) struct Worker {
     pub(crate) providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>>,
     pub(crate) limits: Limits,
     pub(crate) folder: Folder,
+    pub(crate) caches: Arc<Caches>,
     trials: Mutex<HashMap<u64, Running>>,
     /// Sandboxes that are being destroyed because the scheduler said so.
     destroying: Mutex<BTreeSet<String>>,
@@ -78,6 +80,7 @@ impl Worker {
             objects,
             providers,
             limits,
+            caches: Arc::new(Caches::open(&folder.path, &folder.boot_id)),
             folder,
             trials: Mutex::default(),
             destroying: Mutex::default(),

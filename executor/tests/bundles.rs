@@ -406,6 +406,51 @@ async fn bundles_run_once_whoever_asks() {
     }
 }
 
+/// The set-up's own folder comes back in the next trial, not what the agent has made of it; and only to its own organization.
+#[tokio::test]
+async fn caches() {
+    let prepare = r#"const cached = process.env.SPHYNX_CACHE_RESTORED;
+        if (cached === "false") { fs.mkdirSync("deps/x", { recursive: true }); fs.writeFileSync("deps/x/made", "made"); }
+        console.log("SPHYNX_PREPARE_RESULT=" + JSON.stringify({ cached, made: fs.readFileSync("deps/x/made", "utf8") }))"#;
+    let checks = r#"const value = JSON.parse(process.env.SPHYNX_PREPARE_VALUE);
+        say({ id: "code:0", status: value.made === "made" ? "passed" : "failed", message: value.cached }); end(true)"#;
+    let cache = |path: &str| json!({ "key": "k", "path": path });
+    let case = |cache: Value| json!({ "cache": cache, "prepare": { "name": "p", "source": format!("{TOOLS}{prepare}") }, "validator": validator(&["one"], checks) });
+    for provider in PROVIDERS {
+        let mut grid = Grid::new().await;
+        for (token, organization, path, cached, steps) in [
+            (1, "org_test", "deps", "false", &["cache.restore", "prepare", "cache.save"][..]),
+            (2, "org_test", "deps", "true", &["cache.restore", "prepare"]),
+            (3, "org_other", "deps", "false", &["cache.restore", "prepare", "cache.save"]),
+            (4, "org_test", "./deps", "false", &["cache.restore", "prepare", "cache.save"]),
+        ] {
+            let mut lease = grid.lease(token, &request("echo spoilt > deps/x/made", case(cache(path)), json!({})));
+            (lease.provider, lease.organization_id) = (provider.into(), organization.into());
+            let told = grid.trial(lease).await;
+            let evidence = grid.evidence(told.outcome());
+            assert_eq!(
+                (verdict(told.outcome()).as_str(), evidence.validations[0].message.as_str()),
+                ("passed", cached),
+                "{token}"
+            );
+            let found: Vec<_> = told
+                .step_names()
+                .into_iter()
+                .filter(|step| step.starts_with("cache") || *step == "prepare")
+                .collect();
+            assert_eq!(found, steps);
+            assert_eq!(evidence.diagnostics, [""; 0]);
+        }
+    }
+    let case = json!({ "cache": cache("nothing"), "verify": "true" });
+    let (grid, told) = trial("process", &request("true", case, json!({}))).await;
+    assert_eq!(verdict(told.outcome()), "passed");
+    assert_eq!(
+        grid.evidence(told.outcome()).diagnostics,
+        ["The cache was not saved: there is no nothing after the set-up"]
+    );
+}
+
 #[tokio::test]
 async fn profiles_are_text() {
     let profile = json!({ "files": { "workspace/logo.png": "a\u{0}b", "workspace/text": "text" } });

@@ -33,6 +33,7 @@ mod zygote;
 pub use cgroup::Enforcement;
 pub use helpers::{init_main, run_if_helper, zygote_main};
 pub use provider::{BubblewrapOptions, BubblewrapProvider, ProcessProvider};
+pub use tree::{Budget as CopyBudget, copy as copy_tree};
 
 use std::{
     collections::{BTreeMap, BTreeSet},

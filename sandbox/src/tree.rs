@@ -36,6 +36,7 @@ pub struct Budget<'a> {
 }
 
 impl<'a> Budget<'a> {
+    /// Nothing is copied yet.
     pub fn new(bytes: u64, entries: u64, cancelled: &'a AtomicBool) -> Self {
         Self {
             bytes,

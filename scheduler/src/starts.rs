@@ -49,6 +49,7 @@ pub fn support(sandboxes: impl IntoIterator<Item = (Sandbox, Sandbox)>, harnesse
             Feature::ProfileVariables,
             Feature::CodeValidator,
             Feature::Prepare,
+            Feature::Cache,
             Feature::ApiMock,
         ]
         .into(),
