@@ -215,6 +215,7 @@ impl Rig {
         match self.end().await {
             (Ended::Outcome(outcome), steps) => (*outcome, steps),
             (Ended::Failed(kind, reason), _) => panic!("{kind:?}: {reason}"),
+            (Ended::Throttled { .. }, _) => panic!("throttled"),
             (Ended::Fenced, _) => panic!("fenced"),
         }
     }

@@ -7,7 +7,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use evalgrid_proto::v1::{AttemptFailure, Report, StepRecord, TrialResult};
+use evalgrid_proto::v1::{AttemptFailure, Report, StepRecord, Throttled, TrialResult};
 use prost::Message as _;
 use tokio::sync::{Notify, oneshot};
 
@@ -24,6 +24,7 @@ pub(crate) enum Fact {
     Step(StepRecord),
     Result(Box<TrialResult>),
     Failure(AttemptFailure),
+    Throttled(Throttled),
     Destroyed(String),
 }
 
@@ -34,6 +35,7 @@ impl Fact {
             Self::Step(step) => step.encoded_len(),
             Self::Result(result) => result.encoded_len(),
             Self::Failure(failure) => failure.encoded_len(),
+            Self::Throttled(throttled) => throttled.encoded_len(),
             Self::Destroyed(sandbox) => sandbox.len(),
         }
     }
@@ -43,6 +45,7 @@ impl Fact {
             Self::Step(step) => report.steps.push(step),
             Self::Result(result) => report.results.push(*result),
             Self::Failure(failure) => report.failures.push(failure),
+            Self::Throttled(throttled) => report.throttled.push(throttled),
             Self::Destroyed(sandbox) => report.destroyed.push(sandbox),
         }
     }

@@ -44,6 +44,11 @@ pub(crate) enum Ended {
     Outcome(Box<TrialOutcome>),
     /// This attempt is.
     Failed(AttemptFailureKind, String),
+    /// The model's provider wants fewer requests: the trial goes on later, in the same sandbox.
+    Throttled {
+        /// When to ask again.
+        retry_after_ms: u64,
+    },
     /// Somebody else goes on with it.
     Fenced,
 }
@@ -52,6 +57,10 @@ pub(crate) enum Ended {
 #[derive(Debug)]
 pub(crate) enum Stop {
     Failed(AttemptFailureKind, String),
+    /// See [`Ended::Throttled`].
+    Throttled {
+        retry_after_ms: u64,
+    },
     Fenced,
 }
 
@@ -133,6 +142,7 @@ pub(crate) async fn run(worker: &Worker, lease: &Lease) -> Ended {
     match attempt(worker, lease, redactor.clone()).await {
         Ok(outcome) => Ended::Outcome(Box::new(outcome)),
         Err(Stop::Failed(kind, reason)) => Ended::Failed(kind, outcome::failure_text(&redactor.text(&reason))),
+        Err(Stop::Throttled { retry_after_ms }) => Ended::Throttled { retry_after_ms },
         Err(Stop::Fenced) => Ended::Fenced,
     }
 }

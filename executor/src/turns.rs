@@ -34,6 +34,24 @@ const INLINE_READ_BYTES: u64 = 256 << 10;
 /// Paths of changed files that one turn may name.
 const MAX_FILES: usize = 10_000;
 
+/// Times that a turn is begun again because its model server limits requests. With the pauses that is minutes, and limits are per minute.
+const MAX_LIMITED: u32 = 4;
+/// The pause before the first of them; each next one is three times as long.
+const FIRST_PAUSE_MS: u64 = 5_000;
+
+/// A try of a turn that came to nothing, because the agent's model server limits requests.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Limited {
+    retry_after_ms: u64,
+}
+
+impl StepResult for Limited {
+    fn failed(&self) -> bool {
+        false
+    }
+}
+
 /// What a turn records. Every text in it is redacted.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -44,9 +62,9 @@ pub(crate) struct TurnRecord {
     /// Why the trial cannot be scored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) failure: Option<String>,
-    /// What the agent waited for when it was stopped; part of `failure` once that is known.
+    /// The failure is a limit of the model server.
     #[serde(skip)]
-    stalled: Option<String>,
+    limited: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) session_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -79,6 +97,11 @@ pub(crate) fn files(attempt: &Attempt<'_>) -> Vec<TextFile> {
 /// The step of a turn.
 pub(crate) fn step(number: u32) -> String {
     format!("turn.{number}.agent")
+}
+
+/// The step that says that a try of a turn came to nothing.
+fn limited_step(number: u32, tries: u32) -> String {
+    format!("turn.{number}.limited.{tries}")
 }
 
 /// The harness of the trial's variant.
@@ -163,15 +186,22 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
             }
         };
         let step = step(number);
+        let tries = (0..MAX_LIMITED)
+            .take_while(|tries| attempt.is_recorded(&limited_step(number, *tries)))
+            .count() as u32;
         let command = StepCommand {
-            step: step.clone(),
+            // Each process of a sandbox has a name of its own, and is started once.
+            step: match tries {
+                0 => step.clone(),
+                tries => format!("{step}.{}", tries + 1),
+            },
             argv: command.argv,
             env: command.env,
             time_limit: Duration::from_millis(left_ms),
         };
         let window = changes.before(number).await?;
         let mut record = attempt
-            .once(&step, agent(attempt, harness, (&turn, prompt), command, earlier, limit_ms))
+            .once(&step, agent(attempt, harness, (&turn, prompt), (command, tries), earlier, limit_ms))
             .await?;
         session_id = record.session_id.take().or(session_id);
         earlier = Usage::sum(earlier, record.usage);
@@ -189,7 +219,7 @@ async fn agent(
     attempt: &Attempt<'_>,
     harness: &'static dyn Harness,
     (turn, said): (&Turn<'_>, &str),
-    command: StepCommand,
+    (command, tries): (StepCommand, u32),
     earlier: Option<Usage>,
     limit_ms: u64,
 ) -> Result<TurnRecord, Stop> {
@@ -231,14 +261,24 @@ async fn agent(
     };
     let mut record = record.map_err(|error| Stop::lost(format!("the agent's output cannot be read: {error}")))?;
     if exit.timed_out {
-        let stalled = record.stalled.take().map(|stalled| format!(", while {stalled}"));
-        record.failure = Some(outcome::failure_text(&format!(
-            "{}{}",
-            outcome::timed_out(limit_ms),
-            stalled.unwrap_or_default()
-        )));
+        record.failure = Some(outcome::timed_out(limit_ms));
+    } else if record.limited && tries < MAX_LIMITED && record.is_untouched() {
+        let retry_after_ms = FIRST_PAUSE_MS * 3_u64.pow(tries);
+        attempt
+            .once(&limited_step(turn.number, tries), async { Ok(Limited { retry_after_ms }) })
+            .await?;
+        // Before the attempt ends, so that the next one knows that this process is not to be waited for.
+        attempt.durable().await?;
+        return Err(Stop::Throttled { retry_after_ms });
     }
     Ok(record)
+}
+
+impl TurnRecord {
+    /// The agent has only talked.
+    fn is_untouched(&self) -> bool {
+        self.entries.iter().all(|entry| matches!(entry, JournalEntry::Message { .. }))
+    }
 }
 
 /// Reads what a turn has left behind.
@@ -291,7 +331,12 @@ impl Reader {
         record.usage = end.usage;
         record.coverage = end.coverage;
         record.coverage.seal(&self.redactor);
-        record.stalled = end.stalled.map(|stalled| self.redactor.text(&stalled).into_owned());
+        record.limited = end.limited;
+        if exit.timed_out {
+            record
+                .diagnostics
+                .extend(end.stalled.map(|stalled| self.redactor.text(&stalled).into_owned()));
+        }
         record.diagnostics.extend(end.diagnostics);
         record.failure = end
             .failure

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use evalgrid_proto::v1::{AttemptFailure, AttemptFailureKind, Hello, Lease, Report, TrialResult};
+use evalgrid_proto::v1::{AttemptFailure, AttemptFailureKind, Hello, Lease, Report, Throttled, TrialResult};
 use evalgrid_sandbox::{Limits, SandboxProvider};
 use futures::FutureExt as _;
 use tokio::{
@@ -232,6 +232,16 @@ impl Worker {
                     kind: kind.into(),
                     reason,
                 })
+            }
+            Ended::Throttled { retry_after_ms } => {
+                tracing::info!(retry_after_ms, "the model's provider limits requests: the trial goes on later");
+                // Whatever may go on in it, the sandbox stays.
+                self.outbox.push(Fact::Throttled(Throttled {
+                    token,
+                    model_key: lease.model_key.clone(),
+                    retry_after_ms,
+                }));
+                return;
             }
             Ended::Fenced => {
                 tracing::warn!("a newer attempt has taken over the sandbox");

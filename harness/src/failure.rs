@@ -5,9 +5,21 @@
 
 use crate::agent::Agent;
 
+/// Whether an error that an agent printed says that its model server limits requests.
+pub(crate) fn is_limit(message: &str, status: Option<u16>) -> bool {
+    match status.or_else(|| status_in(first_line(message))) {
+        Some(status) => status == 429,
+        None => LIMITED.iter().any(|text| message.to_lowercase().contains(text)),
+    }
+}
+
+fn first_line(message: &str) -> &str {
+    message.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default()
+}
+
 /// What to tell about an error that an agent printed. `status` is the HTTP status where the agent names it apart from the text.
 pub(crate) fn explain(agent: &Agent, message: &str, status: Option<u16>) -> String {
-    let message = message.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
+    let message = first_line(message);
     let lower = message.to_lowercase();
     let has = |texts: &[&str]| texts.iter().any(|text| lower.contains(text));
     let meaning = match status.or_else(|| status_in(message)) {
@@ -120,6 +132,7 @@ mod tests {
         ] {
             let told = explain(&agent, message, status);
             assert!(told.contains(expected), "{message}: {told}");
+            assert_eq!(is_limit(message, status), told.contains("limits its requests"), "{message}");
         }
     }
 }

@@ -163,6 +163,8 @@ pub struct TurnEnd {
     pub model: Option<String>,
     /// The agent said, or its output shows, that the trial cannot be scored; the reason, which may be empty.
     pub failure: Option<String>,
+    /// The failure is that the model server limits requests (429): the same turn may go well later.
+    pub limited: bool,
     /// What the agent was waiting for when the time limit stopped it: its model server, as far as its output shows that.
     pub stalled: Option<String>,
     /// The sum of all usage reported; `None` where none was.

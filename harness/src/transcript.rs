@@ -315,6 +315,8 @@ impl Transcript<'_> {
 
     /// The agent's own words for why it failed, with what they mean.
     pub(crate) fn failed(&mut self, message: &str, status: Option<u16>) {
+        // The first reason counts, and so does what it means.
+        self.end.limited |= self.end.failure.is_none() && failure::is_limit(message, status);
         self.fail(failure::explain(self.agent, message, status));
     }
 
@@ -402,6 +404,7 @@ impl Transcript<'_> {
             };
         } else if !self.closed && self.end.failure.is_none() {
             let told = self.waiting.take().unwrap_or_else(|| last_words.to_owned());
+            self.end.limited = failure::is_limit(&told, None);
             self.fail(format!(
                 "it stopped before its turn was over, with status {}: {}",
                 ended.exit_code,
