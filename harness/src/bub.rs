@@ -165,7 +165,8 @@ impl Reader {
     fn named(&mut self, name: &str, data: &Value, to: &mut Transcript<'_>) {
         match name {
             "run" => {
-                to.model(data["model"].as_str().unwrap_or_default());
+                let model = data["model"].as_str().unwrap_or_default();
+                to.model(model.split_once(':').map_or(model, |(_, model)| model));
                 let told = &data["usage"];
                 let read = told["prompt_tokens_details"].get("cached_tokens").and_then(count).unwrap_or(0);
                 let beyond = told.get("prompt_tokens").and_then(count).map(|input| input.saturating_sub(read));

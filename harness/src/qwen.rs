@@ -94,6 +94,8 @@ impl Harness for Qwen {
 struct Reader {
     /// Usage by message: one message may come in several events, and `result` holds the sum of more than this turn.
     messages: BTreeMap<String, Usage>,
+    /// A message has come.
+    answered: bool,
     /// The earlier turns' usage.
     earlier: Usage,
     /// Input of the whole session, which `result` tells.
@@ -117,10 +119,10 @@ impl Parser for Reader {
                 self.session_input = event.get("usage").get("input_tokens").and_then(count).unwrap_or(0);
                 let text = event.text("result");
                 let error = event.get("error").get("message").and_then(Value::as_str);
-                match api_error(text) {
-                    Some(error) => to.failed(error, None),
-                    None if event.get("is_error").as_bool().unwrap_or(false) => to.failed(error.unwrap_or(text), None),
-                    None => {}
+                if event.get("is_error").as_bool().unwrap_or(false) {
+                    to.failed(error.unwrap_or(text), None);
+                } else if let (false, Some(error)) = (self.answered, api_error(text)) {
+                    to.failed(error, None);
                 }
             }
             _ => {}
@@ -150,21 +152,23 @@ impl Reader {
         if main_line {
             to.model(message.get("model").and_then(Value::as_str).unwrap_or_default());
         }
-        let texts = message.get("content").and_then(Value::as_array).into_iter().flatten();
-        let error = texts.filter_map(|part| part.get("text")?.as_str()).find_map(api_error);
-        match error {
-            // With it goes the part of the answer before it, which was cut short.
-            Some(error) => to.failed(error, None),
-            None => assistant(message, main_line, at, to),
-        }
         let told = &message["usage"];
         let of = |key: &str| told.get(key).and_then(count);
         let read = of("cache_read_input_tokens").unwrap_or(0);
         let beyond = of("input_tokens").map(|input| input.saturating_sub(read));
-        if let Some(usage) = usage(beyond, of("output_tokens"), read, 0).filter(|usage| usage.total_tokens > 0) {
+        let usage = usage(beyond, of("output_tokens"), read, 0).filter(|usage| usage.total_tokens > 0);
+        let texts = message.get("content").and_then(Value::as_array).into_iter().flatten();
+        let error = texts.filter_map(|part| part.get("text")?.as_str()).find_map(api_error);
+        match (error, usage) {
+            // With it goes the part of the answer before it, which was cut short. An answer that only quotes an error has used tokens.
+            (Some(error), None) => to.failed(error, None),
+            _ => assistant(message, main_line, at, to),
+        }
+        if let Some(usage) = usage {
             let id = message.get("id").and_then(Value::as_str).unwrap_or_default();
             self.messages.insert(id.to_owned(), usage);
         }
+        self.answered = true;
     }
 }
 
@@ -185,9 +189,9 @@ fn results(message: &Value, at: f64, to: &mut Transcript<'_>) {
     }
 }
 
-/// The error that qwen tells as an answer, at its very end: `[API Error: 401 …]`.
+/// The error that qwen tells as an answer, or behind the part of one: `[API Error: 401 …]`, and perhaps advice on the next line.
 fn api_error(text: &str) -> Option<&str> {
-    let text = text.trim_end().strip_suffix(']')?;
     let (_, error) = text.rsplit_once("[API Error: ")?;
-    Some(error)
+    let line = error.lines().next()?;
+    Some(line.strip_suffix(']').unwrap_or(line))
 }
