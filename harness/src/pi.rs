@@ -27,6 +27,14 @@ static INSTALL: Install = Install {
     node: true,
 };
 
+/// Starts what follows without its updates: each piece of an answer comes with all of the answer so far, twice, so that an answer of some
+/// thousand words would fill all of what is kept of an output. A `grep` that cannot hand on line by line hands on late.
+const FILTERED: &str = r#"line=--line-buffered
+grep $line . /dev/null 2> /dev/null
+[ $? -le 1 ] || line=
+"$@" | grep $line -v -E '^\{"type":"(message_update|tool_execution_update)"'
+exit ${PIPESTATUS[0]}"#;
+
 /// `pi -p`, with `--session` for later turns.
 #[derive(Clone, Copy, Debug)]
 pub struct Pi;
@@ -69,8 +77,9 @@ impl Harness for Pi {
 
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
         let key = AGENT.api_key(setting)?;
-        let mut command = CommandLine::new(&INSTALL, setting)?;
-        command.args(["--mode", "json", "-p"]);
+        let program = INSTALL.program(setting)?;
+        let mut command = CommandLine::shell(setting, FILTERED);
+        command.args([NAME, program.as_str(), "--mode", "json", "-p"]);
         if agent::base_url(setting).is_some() {
             command.args(["--provider", "evalgrid"]);
         }

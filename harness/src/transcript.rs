@@ -188,6 +188,10 @@ impl Transcript<'_> {
             return;
         }
         self.started = true;
+        if !is_session(id) {
+            self.note("The agent's session id is not one that a later turn could name".into());
+            return;
+        }
         self.end.session_id = Some(id.to_owned());
         (self.events)(HarnessEvent::Started {
             at,
@@ -454,6 +458,14 @@ impl Transcript<'_> {
     }
 }
 
+/// Can a later turn's command line name it? Ids of all agents are letters and digits with a few marks between.
+fn is_session(id: &str) -> bool {
+    let marks = |byte: u8| matches!(byte, b'-' | b'_' | b'.' | b':');
+    id.len() <= MAX_SESSION_ID && !id.starts_with('-') && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || marks(byte))
+}
+
+/// Bytes of a session id.
+const MAX_SESSION_ID: usize = 256;
 /// Diagnostics of one turn; a trial keeps a hundred.
 const MAX_NOTES: usize = 20;
 /// Tools that run the text in their `command` in a shell.

@@ -395,6 +395,22 @@ fn calls_and_results_of_every_kind() {
 }
 
 #[test]
+fn sessions_that_no_command_line_could_name() {
+    for (id, kept) in [
+        ("ses_dd3f6bb12ffes1mnUawF5glhNV", true),
+        ("01a22c05-cd73-7c41-9dfa-05dcdc617ba6", true),
+        ("--dangerous", false),
+        ("a b", false),
+        ("a/../b", false),
+        (&"x".repeat(257), false),
+    ] {
+        let line = format!("{{\"type\":\"thread.started\",\"thread_id\":\"{id}\"}}");
+        let (_, end) = read("codex", line.as_bytes(), ENDED);
+        assert_eq!((end.session_id.is_some(), end.diagnostics.is_empty()), (kept, kept), "{id}");
+    }
+}
+
+#[test]
 fn hostile_output() {
     let agents = ["codex", "claude", "opencode", "gemini", "qwen", "pi", "bub", "cursor", "fx"];
     let check = |stdout: &[u8], given: Given<'_>, failure: &str| {

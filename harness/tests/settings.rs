@@ -142,14 +142,11 @@ fn command_lines() {
     let qwen = "/tools/qwen-0.15.10/node_modules/.bin/qwen --auth-type openai --yolo --output-format stream-json --model m-1";
     check("qwen", &plain, None, &format!("{qwen} do it"));
     check("qwen", &server, Some("s"), &format!("{qwen} --resume s do it"));
-    let pi = "/tools/pi-0.73.1/node_modules/.bin/pi --mode json -p";
-    check("pi", &plain, None, &format!("{pi} --model m-1 do it"));
-    check(
-        "pi",
-        &server,
-        Some("s"),
-        &format!("{pi} --provider evalgrid --model m-1 --session s do it"),
-    );
+    let pi = |setting: &Setting, session| turn("pi", setting, session, "do it").unwrap().argv[3..].join(" ");
+    let program = "pi /tools/pi-0.73.1/node_modules/.bin/pi --mode json -p";
+    assert_eq!(pi(&plain, None), format!("{program} --model m-1 do it"));
+    let second = format!("{program} --provider evalgrid --model m-1 --session s do it");
+    assert_eq!(pi(&server, Some("s")), second);
     let bub = turn("bub", &plain, Some("evalgrid"), "do it").unwrap().argv;
     assert_eq!(
         bub[3..].join(" "),
@@ -166,7 +163,7 @@ fn command_lines() {
         "/opt/agent -p --output-format stream-json --force --model m-1 --resume s -- do it",
     );
     check("fx", &configured, None, "/opt/agent ask --json do it");
-    check("pi", &configured, None, "/opt/agent --mode json -p --model m-1 do it");
+    assert_eq!(pi(&configured, None), "pi /opt/agent --mode json -p --model m-1 do it");
     let bub = turn("bub", &configured, None, "do it").unwrap().argv;
     assert_eq!(bub[3..6].join(" "), "bub /opt/agent --workspace");
 }
