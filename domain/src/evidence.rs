@@ -33,6 +33,9 @@ pub struct TrialEvidence {
     /// Ours: how much of the evidence is there. Absent where nobody said: a trial that a client's own machine reported, one without an agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub coverage: Option<Coverage>,
+    /// Ours: the commit that a repository was cloned at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source_commit: Option<String>,
     /// Ours: what the agent did to its workspace, for each turn that was looked at.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub file_changes: Vec<TurnChanges>,

@@ -52,6 +52,7 @@ pub(crate) struct Account {
     file_changes: Vec<TurnChanges>,
     /// Bytes of their diffs.
     diff_bytes: usize,
+    source_commit: Option<String>,
 }
 
 impl Account {
@@ -85,6 +86,11 @@ impl Account {
     /// Whether the agent ran at all.
     pub(crate) fn has_run(&self) -> bool {
         !self.asked.is_empty()
+    }
+
+    /// The repository was cloned at this commit.
+    pub(crate) fn source_commit(&mut self, commit: Option<String>) {
+        self.source_commit = commit.or(self.source_commit.take());
     }
 
     pub(crate) fn turn(&mut self, prompt: &str, record: TurnRecord, files: FilesRecord, workspace: &str) {
@@ -187,6 +193,7 @@ impl Account {
             coverage: self.timed.then_some(self.coverage),
             file_changes: self.file_changes,
             timing: None,
+            source_commit: self.source_commit,
         };
         let bytes = json(&evidence);
         let place = if bytes.len() <= INLINE_EVIDENCE_BYTES {

@@ -25,6 +25,7 @@ use tonic::{Request, Response, Status, Streaming, transport::Server};
 
 use crate::{
     folder::Folder,
+    layers::Bases,
     link::Client,
     objects::Objects,
     trial::{self, Ended},
@@ -183,7 +184,8 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         memory_bytes: 1 << 30,
         pids: 64,
     };
-    let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, limits));
+    let bases = Bases::open(outputs.path(), &folder.boot_id, &providers).unwrap();
+    let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, bases, limits));
     let lease = Lease {
         token: 5,
         organization_id: "org_test".into(),

@@ -10,6 +10,7 @@ mod cache;
 mod changes;
 mod check;
 mod folder;
+mod layers;
 mod link;
 mod mocks;
 mod objects;
@@ -38,7 +39,7 @@ use tokio::{
 pub use folder::FolderError;
 pub use link::AddressError;
 
-use crate::{backoff::Pauses, folder::Folder, link::Client, objects::Objects, worker::Worker};
+use crate::{backoff::Pauses, folder::Folder, layers::Bases, link::Client, objects::Objects, worker::Worker};
 
 /// Pauses between the beginnings of two connections: short enough that a restarted scheduler is found at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -115,7 +116,13 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
         provider.share(&shared).map_err(|error| ExecutorError::Provider(name, error))?;
     }
     tracing::info!(worker = folder.worker_id, slots = options.slots, providers = ?providers.keys().collect::<Vec<_>>(), "the executor runs");
-    let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, options.limits));
+    let bases = {
+        let (work, boot_id, providers) = (options.work.clone(), folder.boot_id.clone(), providers.clone());
+        let open = tokio::task::spawn_blocking(move || Bases::open(&work, &boot_id, &providers)).await;
+        open.unwrap_or_else(|error| Err(std::io::Error::other(error)))
+            .map_err(|error| FolderError::Io(options.work.join("bases"), error))?
+    };
+    let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, bases, options.limits));
     let stop = async {
         // An error says that nobody can tell us any more.
         let _ = shutdown.wait_for(|stop| *stop).await;

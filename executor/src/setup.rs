@@ -9,7 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     account::Account,
-    cache, output,
+    cache,
+    layers::{Layers, Saved, hex, is_commit},
+    output,
     source::Repository,
     trial::{Attempt, StepResult, Stop, called},
     turns,
@@ -33,6 +35,15 @@ pub(crate) struct SetUp {
     failure: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     diagnostics: Vec<String>,
+    /// That the repository was cloned at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    commit: Option<String>,
+    /// It was there already, in the base that the sandbox was made from.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    cached: bool,
+    /// What it has made may stand for other trials: it has left nothing running and nothing to say. Not known of a recorded step.
+    #[serde(skip)]
+    clean: bool,
 }
 
 impl StepResult for SetUp {
@@ -46,6 +57,14 @@ impl SetUp {
         Self::default()
     }
 
+    fn cached(commit: Option<String>) -> Self {
+        Self {
+            commit,
+            cached: true,
+            ..Self::default()
+        }
+    }
+
     fn failed(failure: String) -> Self {
         Self {
             failure: Some(failure),
@@ -55,9 +74,18 @@ impl SetUp {
 }
 
 /// Runs the set-up steps, in order, until one fails.
-pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<(), Stop> {
+pub(crate) async fn run(attempt: &Attempt<'_>, layers: &mut Layers, account: &mut Account) -> Result<(), Stop> {
+    steps(attempt, layers, account).await?;
+    layers.end();
+    Ok(())
+}
+
+async fn steps(attempt: &Attempt<'_>, layers: &mut Layers, account: &mut Account) -> Result<(), Stop> {
     match attempt.source() {
         Source::Empty => {}
+        Source::Files { .. } if layers.base().is_some() => {
+            take(account, attempt.once("source", async { Ok(SetUp::cached(None)) }).await?);
+        }
         Source::Files { files } => {
             let files = files
                 .iter()
@@ -70,7 +98,17 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
                     .await?,
             );
         }
-        Source::Repo { url, reference } => take(account, attempt.once("source", clone(attempt, url, reference.as_deref())).await?),
+        Source::Repo { url, reference } => {
+            let source = async {
+                match layers.base() {
+                    Some(base) => Ok(SetUp::cached(base.commit.clone())),
+                    None => clone(attempt, url, reference.as_deref(), layers.commit()).await,
+                }
+            };
+            let source = attempt.once("source", source).await?;
+            layers.cloned(attempt, source.commit.as_deref(), source.clean).await;
+            take(account, source);
+        }
     }
     cache::restore(attempt, account).await?;
     if account.is_void() {
@@ -81,7 +119,9 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     if !home.is_empty() || !profile.is_empty() {
         take(
             account,
-            attempt.once("profile.home", set_up(attempt, Base::Home, profile, home)).await?,
+            attempt
+                .once("profile.home", set_up(attempt, layers, Base::Home, profile, home))
+                .await?,
         );
     }
     let profile: Vec<_> = profile_files(attempt, "workspace/").collect();
@@ -89,7 +129,7 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
         take(
             account,
             attempt
-                .once("profile.workspace", set_up(attempt, Base::Workspace, profile, workspace))
+                .once("profile.workspace", set_up(attempt, layers, Base::Workspace, profile, workspace))
                 .await?,
         );
     }
@@ -110,12 +150,21 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
     // From here on processes of the trial run: whoever comes after a crash must not write files over what they have made of them.
     attempt.durable().await?;
     if let (false, Some(command)) = (account.is_void(), attempt.profile().and_then(|profile| profile.install.as_deref())) {
-        take(account, attempt.once("profile.install", install(attempt, command)).await?);
+        let install = async {
+            match layers.installed() {
+                Some(_) => Ok(SetUp::cached(None)),
+                None => install(attempt, command).await,
+            }
+        };
+        let install = attempt.once("profile.install", install).await?;
+        layers.was_installed(attempt, install.clean, || saved(attempt)).await;
+        take(account, install);
     }
     Ok(())
 }
 
 fn take(account: &mut Account, result: SetUp) {
+    account.source_commit(result.commit);
     account.diagnostics(result.diagnostics);
     if let Some(failure) = result.failure {
         account.void(failure, &[]);
@@ -150,10 +199,22 @@ async fn write(attempt: &Attempt<'_>, base: Base, files: Vec<(String, Vec<u8>)>,
 
 /// Writes the profile's files, and the harness's where the profile has none of that name. What a harness puts before a file is put before
 /// whatever is there by then.
-async fn set_up(attempt: &Attempt<'_>, base: Base, profile: Vec<(String, Vec<u8>)>, harness: Vec<TextFile>) -> Result<SetUp, Stop> {
-    let (prepended, mut whole): (Vec<_>, Vec<_>) = harness.into_iter().partition(|file| file.prepend);
+async fn set_up(
+    attempt: &Attempt<'_>,
+    layers: &Layers,
+    base: Base,
+    mut profile: Vec<(String, Vec<u8>)>,
+    harness: Vec<TextFile>,
+) -> Result<SetUp, Stop> {
+    let (mut prepended, mut whole): (Vec<_>, Vec<_>) = harness.into_iter().partition(|file| file.prepend);
     whole.retain(|file| profile.iter().all(|(path, _)| *path != file.path));
-    let (private, open): (Vec<_>, Vec<_>) = whole.into_iter().partition(|file| file.private);
+    let (private, mut open): (Vec<_>, Vec<_>) = whole.into_iter().partition(|file| file.private);
+    // The install may have made something of what is there: only what is this trial's own is written.
+    if let Some(installed) = layers.installed() {
+        prepended.clear();
+        profile.clear();
+        open.retain(|file| installed.written.get(&named(file)) != Some(&hex(&file.content)));
+    }
     let content = |files: Vec<TextFile>| files.into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
     let harness = format!("{} agent's", attempt.variant.harness.name());
     for (files, private, whose) in [
@@ -191,17 +252,40 @@ async fn set_up(attempt: &Attempt<'_>, base: Base, profile: Vec<(String, Vec<u8>
             files.push((file.path, [file.content, there].concat()));
         }
     }
-    write(attempt, base, files, false, &harness).await
+    let mut done = write(attempt, base, files, false, &harness).await?;
+    done.cached = layers.installed().is_some();
+    Ok(done)
 }
 
-async fn clone(attempt: &Attempt<'_>, url: &str, reference: Option<&str>) -> Result<SetUp, Stop> {
+/// A harness's file, as bases name it.
+fn named(file: &TextFile) -> String {
+    let place = if file.place == Place::Home { "home" } else { "workspace" };
+    format!("{place}/{}", file.path)
+}
+
+/// What [`set_up`] has written of the harness's own.
+fn saved(attempt: &Attempt<'_>) -> Saved {
+    let mut saved = Saved::default();
+    let profile = attempt.profile().map(|profile| &profile.files);
+    let files = turns::files(attempt).into_iter().filter(|file| !file.prepend);
+    for file in files.filter(|file| profile.is_none_or(|profile| !profile.contains_key(&named(file)))) {
+        let name = named(&file);
+        match file.private {
+            true => saved.private.push(name.into()),
+            false => drop(saved.written.insert(name, hex(&file.content))),
+        }
+    }
+    saved
+}
+
+async fn clone(attempt: &Attempt<'_>, url: &str, reference: Option<&str>, at: Option<&str>) -> Result<SetUp, Stop> {
     let shown = attempt.redactor.text(url).into_owned();
     let repository = match Repository::parse(url, reference) {
         Ok(repository) => repository,
         Err(reason) => return Ok(SetUp::failed(outcome::source_failed(&shown, reason))),
     };
     let exit = attempt
-        .process(command("source", repository.script(), repository.env(), CLONE_LIMIT))
+        .process(command("source", repository.script(at), repository.env(at), CLONE_LIMIT))
         .await?;
     let failure = if exit.timed_out {
         let reason = format!("it took longer than {}", outcome::humanise_duration(CLONE_LIMIT.as_millis() as u64));
@@ -215,9 +299,25 @@ async fn clone(attempt: &Attempt<'_>, url: &str, reference: Option<&str>) -> Res
     } else {
         None
     };
+    let mut diagnostics = memory_diagnostics(&exit, "source");
+    let mut commit = None;
+    if failure.is_none() {
+        let printed = output::stdout(&exit.output).map_err(|error| Stop::lost(format!("the clone's output cannot be read: {error}")))?;
+        commit = printed.lines().last().map(str::to_owned).filter(|line| is_commit(line));
+        if let (Some(at), Some(commit)) = (at, &commit)
+            && at != commit
+        {
+            diagnostics.push(format!(
+                "The source is at {commit}: {at}, where other trials of the batch are, cannot be had any more"
+            ));
+        }
+    }
     Ok(SetUp {
+        clean: failure.is_none() && diagnostics.is_empty() && !exit.left_running,
         failure,
-        diagnostics: memory_diagnostics(&exit, "source"),
+        diagnostics,
+        commit,
+        cached: false,
     })
 }
 
@@ -239,7 +339,12 @@ async fn install(attempt: &Attempt<'_>, install: &str) -> Result<SetUp, Stop> {
             &attempt.redactor,
         ));
     }
-    Ok(SetUp { failure, diagnostics })
+    Ok(SetUp {
+        clean: diagnostics.is_empty() && !exit.left_running,
+        failure,
+        diagnostics,
+        ..SetUp::default()
+    })
 }
 
 /// A step that is `bash -c SCRIPT` in the workspace.

@@ -60,21 +60,30 @@ impl Repository {
         }
     }
 
-    /// For `bash -c` in the empty workspace. A commit that no branch holds is fetched by its name.
-    pub(crate) fn script(&self) -> String {
-        let clone = r#"git clone --quiet --no-recurse-submodules -- "$EVALGRID_SOURCE_URL" ."#;
-        if self.reference.is_none() {
-            return clone.to_owned();
+    /// For `bash -c` in the empty workspace; its output is the commit. A commit that no branch holds is fetched by its name. Where the trials
+    /// of a batch are at a `commit`, the branch is set back to it, as far as it can still be had.
+    pub(crate) fn script(&self, commit: Option<&str>) -> String {
+        let mut script = r#"git clone --quiet --no-recurse-submodules -- "$EVALGRID_SOURCE_URL" . || exit
+"#
+        .to_owned();
+        if self.reference.is_some() {
+            script += r#"git checkout --quiet "$EVALGRID_SOURCE_REF" -- 2>/dev/null ||
+    { git fetch --quiet origin "$EVALGRID_SOURCE_REF" && git checkout --quiet FETCH_HEAD --; } || exit
+"#;
         }
-        format!(
-            r#"{clone} || exit
-git checkout --quiet "$EVALGRID_SOURCE_REF" -- 2>/dev/null && exit
-git fetch --quiet origin "$EVALGRID_SOURCE_REF" && git checkout --quiet FETCH_HEAD --"#
-        )
+        if commit.is_some() {
+            script += r#"[ "$(git rev-parse HEAD)" = "$EVALGRID_SOURCE_COMMIT" ] ||
+    git reset --quiet --hard "$EVALGRID_SOURCE_COMMIT" 2>/dev/null ||
+    { git fetch --quiet origin "$EVALGRID_SOURCE_COMMIT" && git reset --quiet --hard FETCH_HEAD; } 2>/dev/null
+"#;
+        }
+        // An empty repository has none.
+        script += "git rev-parse --verify --quiet HEAD\nexit 0";
+        script
     }
 
     /// For the script. Git asks the helper for user and password; they are nowhere else.
-    pub(crate) fn env(&self) -> BTreeMap<String, String> {
+    pub(crate) fn env(&self, commit: Option<&str>) -> BTreeMap<String, String> {
         let mut env = vec![
             ("EVALGRID_SOURCE_URL", self.url.clone()),
             ("GIT_TERMINAL_PROMPT", "0".into()),
@@ -83,7 +92,16 @@ git fetch --quiet origin "$EVALGRID_SOURCE_REF" && git checkout --quiet FETCH_HE
             ("GIT_ALLOW_PROTOCOL", PROTOCOLS.into()),
             // Its messages are read.
             ("LC_ALL", "C".into()),
+            // Nothing of git is to go on in the background when the script is through.
+            ("GIT_CONFIG_KEY_0", "maintenance.auto".into()),
+            ("GIT_CONFIG_VALUE_0", "false".into()),
+            ("GIT_CONFIG_KEY_1", "gc.auto".into()),
+            ("GIT_CONFIG_VALUE_1", "0".into()),
+            ("GIT_CONFIG_COUNT", if self.credentials.is_some() { "3" } else { "2" }.into()),
         ];
+        if let Some(commit) = commit {
+            env.push(("EVALGRID_SOURCE_COMMIT", commit.to_owned()));
+        }
         if let Some(reference) = &self.reference {
             env.push(("EVALGRID_SOURCE_REF", reference.clone()));
         }
@@ -92,9 +110,8 @@ git fetch --quiet origin "$EVALGRID_SOURCE_REF" && git checkout --quiet FETCH_HE
             env.extend([
                 ("EVALGRID_GIT_USER", user.clone()),
                 ("EVALGRID_GIT_PASSWORD", password.clone()),
-                ("GIT_CONFIG_COUNT", "1".into()),
-                ("GIT_CONFIG_KEY_0", "credential.helper".into()),
-                ("GIT_CONFIG_VALUE_0", helper.into()),
+                ("GIT_CONFIG_KEY_2", "credential.helper".into()),
+                ("GIT_CONFIG_VALUE_2", helper.into()),
             ]);
         }
         env.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
@@ -207,7 +224,7 @@ mod tests {
     #[test]
     fn no_password_in_a_command_line() {
         let repository = Repository::parse("https://me:secret-word@h/x", Some("main")).unwrap();
-        assert!(!repository.script().contains("secret-word") && !repository.env()["EVALGRID_SOURCE_URL"].contains("secret-word"));
+        assert!(!repository.script(None).contains("secret-word") && !repository.env(None)["EVALGRID_SOURCE_URL"].contains("secret-word"));
         assert_eq!(repository.password(), ["secret-word"]);
     }
 

@@ -23,7 +23,9 @@ use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
     account::Account,
-    cache, check, mocks,
+    cache, check,
+    layers::Layers,
+    mocks,
     objects::ObjectError,
     outbox::Fact,
     prepare::{self, Prepared},
@@ -161,7 +163,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
     };
     let provider = worker.providers.get(lease.provider.as_str());
     let provider = provider.ok_or_else(|| Stop::unavailable(format!("this worker has no {} sandboxes", lease.provider)))?;
-    let sandbox = sandbox(worker, lease, case, provider.as_ref()).await?;
+    let (sandbox, mut layers) = sandbox(worker, lease, &request, case, provider.as_ref()).await?;
     let recorded = lease.steps.iter().map(|step| (step.step.as_str(), step)).collect();
     let mut attempt = Attempt {
         worker,
@@ -180,7 +182,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
         .once("sandbox.create", async { Ok(Created { created_at_ms: now_ms() }) })
         .await?;
     let mut account = Account::default();
-    setup::run(&attempt, &mut account).await?;
+    setup::run(&attempt, &mut layers, &mut account).await?;
     mocks::start(&attempt, &mut account).await?;
     prepare::run(&mut attempt, &mut account).await?;
     cache::save(&attempt, &mut account).await?;
@@ -194,11 +196,21 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
 }
 
 /// Makes the sandbox, or takes over the one that an earlier attempt has left.
-async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn SandboxProvider) -> Result<Box<dyn Sandbox>, Stop> {
+async fn sandbox(
+    worker: &Worker,
+    lease: &Lease,
+    request: &SuiteBatchRequest,
+    case: &Case,
+    provider: &dyn SandboxProvider,
+) -> Result<(Box<dyn Sandbox>, Layers), Stop> {
     may_act(worker)?;
     if lease.adopt {
-        return called("attach", provider.attach(&lease.sandbox, lease.token)).await;
+        let sandbox = called("attach", provider.attach(&lease.sandbox, lease.token)).await?;
+        let layers = Layers::of_sandbox(&worker.bases, lease, request, provider, sandbox.base()).map_err(Stop::lost)?;
+        return Ok((sandbox, layers));
     }
+    let layers = Layers::find(&worker.bases, lease, request, provider).await;
+    may_act(worker)?;
     let working = Duration::from_millis(case.time_limit_ms().into());
     let spec = SandboxSpec {
         name: lease.sandbox.clone(),
@@ -211,12 +223,16 @@ async fn sandbox(worker: &Worker, lease: &Lease, case: &Case, provider: &dyn San
             + check::limit(case)
             + LIFETIME_MARGIN,
         limits: worker.limits,
-        base: None,
+        base: layers.folder(),
     };
     match called("create", provider.create(&spec)).await {
+        Ok(sandbox) => Ok((sandbox, layers)),
         // Whatever went wrong before there was a sandbox, no sandbox was lost.
-        Err(Stop::Failed(_, reason)) => Err(Stop::unavailable(reason)),
-        result => result,
+        Err(Stop::Failed(_, reason)) => {
+            layers.distrust();
+            Err(Stop::unavailable(reason))
+        }
+        Err(stop) => Err(stop),
     }
 }
 

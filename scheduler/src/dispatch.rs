@@ -78,6 +78,7 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
             .collect(),
         model_key: admission::model_key(variant),
         credential: credential(&variant.harness, variables),
+        batch_id: key.batch.to_string(),
     })
 }
 

@@ -53,6 +53,7 @@ const EXTRA: &[(&str, &str)] = &[
     ("EvalTrial", "fileChanges"),
     ("EvalTrial", "lostAttempts"),
     ("EvalTrial", "mockCalls"),
+    ("EvalTrial", "sourceCommit"),
     ("EvalTrial", "timing"),
 ];
 

@@ -234,6 +234,7 @@ impl Grid {
             variables: HashMap::new(),
             model_key: String::new(),
             credential: HashMap::new(),
+            batch_id: "batch_test".into(),
         }
     }
 
