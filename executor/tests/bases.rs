@@ -83,7 +83,9 @@ impl Origin {
         self.git(&["commit", "-q", "-m", content]);
         let served = self.path("served");
         let _ = fs::remove_dir_all(&served);
-        self.git(&["clone", "-q", "--bare", ".", served.to_str().unwrap()]);
+        // By its URL: else whatever lies about in the repository would come along.
+        let url = format!("file://{}", self.path("work").display());
+        self.git(&["clone", "-q", "--bare", &url, served.to_str().unwrap()]);
         self.git(&["-C", served.to_str().unwrap(), "update-server-info"]);
         self.git(&["rev-parse", "HEAD"])
     }
