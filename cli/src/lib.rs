@@ -7,6 +7,7 @@ mod demo;
 mod events;
 mod failure;
 mod grid;
+mod harness;
 mod http;
 mod keys;
 mod objects;
@@ -72,6 +73,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Scheduler(role) => roles::scheduler(role).await,
             Command::Executor(role) => roles::executor(role).await,
             Command::Api(role) => roles::api(role).await,
+            Command::Harness(command) => harness::run(command).await,
             Command::Batch(command) => batch::run(command).await,
             Command::Trial(command) => trial::run(command).await,
             Command::Keys(command) => keys::run(command).await,

@@ -1,6 +1,7 @@
 //! Every command and flag. A flag is also a variable `EVALGRID_<NAME>` and a key of the configuration file; `config` does that for all of them.
 
 mod api;
+mod harness;
 mod operator;
 mod organizations;
 
@@ -10,6 +11,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValue
 use evalgrid_scheduler::{MAX_CREATE_BURST, ProviderLimits};
 
 pub(crate) use api::{ApiRole, SchedulerAddress};
+pub(crate) use harness::{Harness, HostFlags, ToolFlags};
 pub(crate) use operator::{Keys, Objects, Operator, Sandboxes, Trial};
 pub(crate) use organizations::Organizations;
 
@@ -64,6 +66,9 @@ pub(crate) enum Command {
     Executor(ExecutorRole),
     /// Run the HTTP API alone.
     Api(ApiRole),
+    /// Look at the agents of this host, and install them.
+    #[command(subcommand)]
+    Harness(Harness),
     /// Start, watch and read batches.
     #[command(subcommand)]
     Batch(Batch),
@@ -131,6 +136,9 @@ pub(crate) struct SchedulerFlags {
     /// Variables of this process that profiles may ask for, beside the known keys of agents; none by default. Example: --variables NPM_TOKEN,SENTRY_DSN
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     pub(crate) variables: Vec<String>,
+    /// Agents without a package that executors elsewhere have by --harness-binary, so that they may be asked for; none by default. Example: --own-harnesses cursor
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = harness::name)]
+    pub(crate) own_harnesses: Vec<evalgrid_domain::request::Harness>,
     /// How fast a provider's sandboxes may be made (per second, and at once), how many may be on their way, and how many may live; no limit by default. Example: --provider-limit e2b=2:10:20:100
     #[arg(long, value_name = "NAME=RATE:BURST:STARTING:LIVING", value_delimiter = ',', value_parser = provider_limit)]
     pub(crate) provider_limit: Vec<(String, ProviderLimits)>,
@@ -148,6 +156,7 @@ impl SchedulerFlags {
             snapshot_every: evalgrid_scheduler::SNAPSHOT_BYTES,
             sandbox_map: Vec::new(),
             variables: Vec::new(),
+            own_harnesses: Vec::new(),
             provider_limit: Vec::new(),
             model_limit: Vec::new(),
         }
@@ -218,6 +227,8 @@ pub(crate) struct ExecutorFlags {
     /// Processes and threads that a sandbox may have, where this machine can limit it. Example: --sandbox-pids 4096
     #[arg(long, value_name = "N", default_value = "1024", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
     pub(crate) sandbox_pids: u32,
+    #[command(flatten)]
+    pub(crate) tools: ToolFlags,
 }
 
 #[derive(Args, Debug)]

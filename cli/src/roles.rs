@@ -20,13 +20,13 @@ use evalgrid_store::{
 };
 use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
 
-use crate::{Failure, client, options, output, stop};
+use crate::{Failure, client, harness, options, output, stop};
 
 /// Trials at once per processor: an agent mostly waits for its model.
 const SLOTS_PER_PROCESSOR: usize = 4;
 const FEWEST_SLOTS: usize = 4;
 /// Below the data folder: where the executor of `serve` lives.
-const WORK: &str = "work";
+pub(crate) const WORK: &str = "work";
 /// What to do where no sandbox works.
 const NO_SANDBOX: &str =
     "Install bubblewrap; or, where agents are trusted as much as you are, let them run as plain processes with --enable-process-sandbox.";
@@ -203,7 +203,9 @@ impl All {
             (false, _) => &["process"],
         };
         let (grpc_url, http_url) = (url(local(&grpc)?), url(local(&http)?));
-        let opened = open(data, scheduler, providers, |_| ()).await?;
+        let own = executor.tools.harness_binary.iter().map(|(harness, _)| harness);
+        let own = harnesses(scheduler.own_harnesses.iter().chain(own));
+        let opened = open(data, scheduler, providers, |choices| choices.harnesses = own).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
         let executor = executor_options(data.join(WORK), vec![grpc_url.clone()], token, executor, policy)?;
@@ -295,7 +297,7 @@ async fn open(
         data: data.to_owned(),
         lease: flags.lease,
         sandbox_map: sandbox_map(&flags.sandbox_map, providers),
-        harnesses: harnesses(),
+        harnesses: harnesses(&flags.own_harnesses),
         affinity_grace: flags.affinity_grace,
         environment: environment(&flags.variables, |name| std::env::var(name).ok())?,
         cell: None,
@@ -360,14 +362,21 @@ fn sandbox_map(given: &[(String, String)], providers: &[&str]) -> BTreeMap<Strin
 }
 
 /// Agents that can be asked for, by the version that executors install. The command harness has none that we could know.
-fn harnesses() -> BTreeMap<Harness, String> {
+///
+/// `own`: programs that the operator has named. Of what version they are, only the executors know.
+fn harnesses<'a>(own: impl IntoIterator<Item = &'a Harness>) -> BTreeMap<Harness, String> {
     let version = |name: &str| match evalgrid_harness::by_name(name)?.install() {
         None => Some("unknown"),
         Some(install) => (install.source != Source::Configured).then_some(install.version),
     };
     let all = Harness::ALL.iter();
-    all.filter_map(|(name, harness)| Some((*harness, version(name)?.to_owned())))
-        .collect()
+    let mut all: BTreeMap<Harness, String> = all
+        .filter_map(|(name, harness)| Some((*harness, version(name)?.to_owned())))
+        .collect();
+    for harness in own {
+        all.entry(*harness).or_insert_with(|| "unknown".to_owned());
+    }
+    all
 }
 
 /// Values for what harnesses sign in with, which profiles may ask for too, and for the variables that the operator names, which must be there.
@@ -421,6 +430,7 @@ fn executor_options(
             memory_bytes: flags.sandbox_memory << 20,
             pids: flags.sandbox_pids,
         },
+        tools: harness::options(&absolute(&work), &flags.tools),
     })
 }
 
@@ -486,7 +496,7 @@ fn url(address: SocketAddr) -> String {
 }
 
 /// Shown and handed to processes that work elsewhere, a path must not depend on where this process was started.
-fn absolute(path: &Path) -> PathBuf {
+pub(crate) fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 

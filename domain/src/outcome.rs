@@ -261,6 +261,14 @@ pub fn harness_failed(harness: &str, reason: &str) -> String {
     ))
 }
 
+/// The agent is not on the machine that runs the trial, and could not be brought there.
+pub fn harness_unavailable(harness: &str, reason: &str) -> String {
+    failure_text(&format!(
+        "The {harness} agent is unavailable: {}",
+        first_line(reason).unwrap_or("no reason was given")
+    ))
+}
+
 /// Nothing was heard of the trial for too long.
 pub fn abandoned(quiet_ms: u64) -> String {
     format!(

@@ -28,6 +28,7 @@ use crate::{
     layers::Bases,
     link::Client,
     objects::Objects,
+    tools::{ToolOptions, Tools},
     trial::{self, Ended},
     worker::Worker,
 };
@@ -185,7 +186,12 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         pids: 64,
     };
     let bases = Bases::open(outputs.path(), &folder.boot_id, &providers).unwrap();
-    let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, bases, limits));
+    let tools = ToolOptions {
+        folder: outputs.path().join("tools"),
+        ..ToolOptions::default()
+    };
+    let tools = Tools::new(tools).unwrap();
+    let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, bases, limits, tools));
     let lease = Lease {
         token: 5,
         organization_id: "org_test".into(),

@@ -19,6 +19,7 @@ mod output;
 mod prepare;
 mod setup;
 mod source;
+mod tools;
 mod trial;
 mod turn_files;
 mod turns;
@@ -28,7 +29,12 @@ mod worker;
 #[cfg(test)]
 mod fake;
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits, ProcessProvider, SandboxError, SandboxProvider};
 use tokio::{
@@ -38,6 +44,7 @@ use tokio::{
 
 pub use folder::FolderError;
 pub use link::AddressError;
+pub use tools::{ToolError, ToolOptions, ToolState, Tools};
 
 use crate::{backoff::Pauses, folder::Folder, layers::Bases, link::Client, objects::Objects, worker::Worker};
 
@@ -80,6 +87,8 @@ pub struct ExecutorOptions {
     pub supervisor_executable: PathBuf,
     /// Of each sandbox.
     pub limits: Limits,
+    /// Where agents come from.
+    pub tools: ToolOptions,
 }
 
 /// Why an executor cannot run, or goes no further.
@@ -94,6 +103,9 @@ pub enum ExecutorError {
     /// A provider of sandboxes.
     #[error("the {0} sandboxes: {1}")]
     Provider(&'static str, #[source] SandboxError),
+    /// The folder of the agents, or a program of the operator's own.
+    #[error("agents: {0}")]
+    Tools(#[from] ToolError),
     /// The scheduler does not know the token, and never has.
     #[error("{0} does not accept this workers' token; set EVALGRID_WORKER_TOKEN to what is in the scheduler's DATA/worker-token")]
     Refused(String),
@@ -107,7 +119,8 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
     let folder = Folder::open(&options.work)?;
     let client = Client::new(&options.schedulers, &options.worker_token)?;
     let objects = Objects::new(Client::new(&options.schedulers, &options.worker_token)?);
-    let providers = providers(&options).await?;
+    let tools = Tools::new(options.tools.clone())?;
+    let providers = providers(&options, tools.folder()).await?;
     let shared: Vec<_> = evalgrid_harness::shared_files()
         .into_iter()
         .map(|file| (file.path, file.content))
@@ -122,7 +135,7 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
         open.unwrap_or_else(|error| Err(std::io::Error::other(error)))
             .map_err(|error| FolderError::Io(options.work.join("bases"), error))?
     };
-    let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, bases, options.limits));
+    let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, bases, options.limits, tools));
     let stop = async {
         // An error says that nobody can tell us any more.
         let _ = shutdown.wait_for(|stop| *stop).await;
@@ -173,10 +186,10 @@ async fn stay_connected(worker: &Arc<Worker>, client: &Client) {
 }
 
 /// The kinds of sandboxes that work here.
-async fn providers(options: &ExecutorOptions) -> Result<BTreeMap<&'static str, Arc<dyn SandboxProvider>>, ExecutorError> {
+async fn providers(options: &ExecutorOptions, tools: &Path) -> Result<BTreeMap<&'static str, Arc<dyn SandboxProvider>>, ExecutorError> {
     let mut providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>> = BTreeMap::new();
     let executable = || Some(options.supervisor_executable.clone());
-    let refused = match bubblewrap(options, executable()).await {
+    let refused = match bubblewrap(options, executable(), tools).await {
         Ok(provider) => {
             providers.insert("bubblewrap", Arc::new(provider));
             None
@@ -193,7 +206,7 @@ async fn providers(options: &ExecutorOptions) -> Result<BTreeMap<&'static str, A
         (_, Some(reason)) => return Err(ExecutorError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off"))),
         (_, None) => return Ok(providers),
     }
-    let process = ProcessProvider::new(options.work.join("process"), executable());
+    let process = ProcessProvider::new(options.work.join("process"), executable()).and_then(|provider| provider.with_tools(tools));
     providers.insert(
         "process",
         Arc::new(process.map_err(|error| ExecutorError::Provider("process", error))?),
@@ -201,12 +214,14 @@ async fn providers(options: &ExecutorOptions) -> Result<BTreeMap<&'static str, A
     Ok(providers)
 }
 
-async fn bubblewrap(options: &ExecutorOptions, executable: Option<PathBuf>) -> Result<BubblewrapProvider, String> {
+async fn bubblewrap(options: &ExecutorOptions, executable: Option<PathBuf>, tools: &Path) -> Result<BubblewrapProvider, String> {
     let bubblewrap = BubblewrapOptions {
         network: options.network,
         ..BubblewrapOptions::default()
     };
-    let provider = BubblewrapProvider::new(options.work.join("bubblewrap"), executable, bubblewrap).map_err(|error| error.to_string())?;
+    let provider = BubblewrapProvider::new(options.work.join("bubblewrap"), executable, bubblewrap)
+        .and_then(|provider| provider.with_tools(tools))
+        .map_err(|error| error.to_string())?;
     match timeout(PROBE_DEADLINE, provider.probe()).await {
         Ok(result) => result.map(|()| provider),
         Err(_) => Err("making a sandbox takes too long".into()),

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use evalgrid_domain::{outcome, redact::Redactor, request::Source};
-use evalgrid_harness::{Place, TextFile};
+use evalgrid_harness::{Install, Place, TextFile};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
@@ -111,6 +111,11 @@ async fn steps(attempt: &Attempt<'_>, layers: &mut Layers, account: &mut Account
         }
     }
     cache::restore(attempt, account).await?;
+    if let (false, Some(install)) = (account.is_void(), turns::install(attempt))
+        && !attempt.worker.tools.is_ready(install)
+    {
+        take(account, attempt.once("harness.install", have(attempt, install)).await?);
+    }
     if account.is_void() {
         return Ok(());
     }
@@ -176,6 +181,17 @@ fn profile_files<'a>(attempt: &'a Attempt<'_>, folder: &'static str) -> impl Ite
     // Text only: what holds a NUL is a binary that got into the folder, and no reason to lose the trial.
     let files = files.filter(|(_, content)| !content.contains('\0'));
     files.filter_map(move |(path, content)| Some((path.strip_prefix(folder)?.to_owned(), content.clone().into_bytes())))
+}
+
+/// The agent's program, installed on this host by the first trial that needs it.
+async fn have(attempt: &Attempt<'_>, install: &'static Install) -> Result<SetUp, Stop> {
+    match attempt.worker.tools.ready(install).await {
+        Ok(()) => Ok(SetUp::done()),
+        Err(error) => Ok(SetUp::failed(outcome::harness_unavailable(
+            install.name,
+            &attempt.redactor.text(&error.to_string()),
+        ))),
+    }
 }
 
 /// Files that cannot be written are the request's fault (a file in the place of a folder), or the disk's: void either way.

@@ -17,7 +17,7 @@ use evalgrid_domain::{
     redact::Redactor,
     request::User,
 };
-use evalgrid_harness::{Harness, HarnessEvent, ProfileFiles, Setting, TextFile, Turn, TurnEnd, TurnOutput, recorder};
+use evalgrid_harness::{Harness, HarnessEvent, Install, ProfileFiles, Setting, TextFile, Turn, TurnEnd, TurnOutput, recorder};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
@@ -109,14 +109,20 @@ pub(crate) fn harness(attempt: &Attempt<'_>) -> Option<&'static dyn Harness> {
     evalgrid_harness::by_name(attempt.variant.harness.name())
 }
 
+/// What the variant's agent needs on this host.
+pub(crate) fn install(attempt: &Attempt<'_>) -> Option<&'static Install> {
+    harness(attempt)?.install()
+}
+
 fn setting(attempt: &Attempt<'_>) -> Setting {
     let profile = attempt.profile();
+    let (tools, inside) = (&attempt.worker.tools, attempt.sandbox.tools());
     Setting {
         home: attempt.sandbox.home().to_owned(),
         workspace: attempt.sandbox.workspace().to_owned(),
         shared: attempt.sandbox.shared().to_owned(),
-        tools: attempt.sandbox.tools().to_owned(),
-        program: None,
+        tools: inside.to_owned(),
+        program: install(attempt).and_then(|install| tools.program(install, inside)),
         model: attempt.variant.model.clone(),
         credential: attempt.lease.credential.clone().into_iter().collect(),
         profile: profile.map(|profile| ProfileFiles {

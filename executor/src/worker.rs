@@ -27,6 +27,7 @@ use crate::{
     layers::Bases,
     objects::Objects,
     outbox::{Fact, Outbox},
+    tools::Tools,
     trial::{self, Ended},
 };
 
@@ -50,6 +51,7 @@ pub(crate) struct Worker {
     pub(crate) providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>>,
     pub(crate) bases: Arc<Bases>,
     pub(crate) limits: Limits,
+    pub(crate) tools: Tools,
     pub(crate) folder: Folder,
     pub(crate) caches: Arc<Caches>,
     trials: Mutex<HashMap<u64, Running>>,
@@ -77,6 +79,7 @@ impl Worker {
         providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>>,
         bases: Arc<Bases>,
         limits: Limits,
+        tools: Tools,
     ) -> Self {
         Self {
             outbox: Outbox::new(slots),
@@ -85,6 +88,7 @@ impl Worker {
             bases,
             limits,
             caches: Arc::new(Caches::open(&folder.path, &folder.boot_id)),
+            tools,
             folder,
             trials: Mutex::default(),
             destroying: Mutex::default(),

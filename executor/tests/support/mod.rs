@@ -16,7 +16,7 @@ use std::{
 
 use bytes::Bytes;
 use evalgrid_domain::{evidence::TrialEvidence, request::decode_start};
-use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
+use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy, ToolOptions};
 use evalgrid_proto::v1::{
     Ack, Destroy, FromWorker, HeartbeatReply, Hello, Lease, ObjectChunk, ObjectRef, PutObjectChunk, RecordedStep, Report, Revoke,
     StepRecord, ToWorker, TrialOutcome, Welcome, WorkerObjectRequest,
@@ -185,6 +185,10 @@ impl Grid {
             limits: Limits {
                 memory_bytes: 1 << 30,
                 pids: 256,
+            },
+            tools: ToolOptions {
+                folder: self.folder.path().join("worker/tools"),
+                ..ToolOptions::default()
             },
         };
         // A runtime of its own dies as a process does: all of it at once.
