@@ -371,6 +371,31 @@ fn calls_and_results_of_every_kind() {
         "> Both.\n$ false => 1 Exit code 1\nno\nEdit(completed)\nwrote /workspace/src/a.rs\nunknown(completed)\n",
     );
     assert_eq!((buckets(end.usage), end.failure), (Some([1, 2, 0, 0]), None));
+    // An id that is used again, a result that is told twice, and one without an id.
+    let call = |id: &str, command: &str| {
+        format!(
+            r#"{{"type":"assistant","message":{{"content":[{{"type":"tool_use","id":"{id}","name":"Bash","input":{{"command":"{command}"}}}}]}}}}"#
+        )
+    };
+    let result = |id: &str, text: &str| {
+        format!(r#"{{"type":"user","message":{{"content":[{{"type":"tool_result","tool_use_id":"{id}","content":"{text}"}}]}}}}"#)
+    };
+    let lines = [
+        call("a", "one"),
+        result("a", "1"),
+        result("a", "again"),
+        call("a", "two"),
+        call("b", "three"),
+        result("a", "2"),
+        result("", "3"),
+        result("", "nothing is open"),
+    ];
+    let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
+    check(
+        "claude",
+        &lines,
+        "$ one => 0 1\nunknown(completed)\n$ two => 0 2\n$ three => 0 3\nunknown(completed)\n",
+    );
     let end = check(
         "cursor",
         &[
