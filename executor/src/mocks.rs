@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use evalgrid_domain::{
-    limits::{MAX_MOCK_CALLS, MAX_MOCK_LINE_BYTES, MAX_PROCESS_STRING_BYTES, MOCK_READY_MS},
+    limits::{MAX_MOCK_CALL_BYTES, MAX_MOCK_CALLS, MAX_PROCESS_STRING_BYTES, MOCK_READY_MS},
     mocks::{self, API_CALLS, CLI_CALLS, CallLogs, MANIFEST, MockCalls},
     outcome, prompt,
 };
@@ -26,9 +26,8 @@ const STEP: &str = "mocks";
 const CALLS_STEP: &str = "mocks.calls";
 /// A manifest that is longer fits into no prompt.
 const MAX_MANIFEST_BYTES: u64 = 256 << 10;
-/// Bytes of one log that are read: a few times as much as is kept.
-const MAX_LOG_BYTES: u64 = 64 << 20;
-const _: () = assert!(MAX_LOG_BYTES as usize >= 8 * MAX_MOCK_LINE_BYTES);
+/// Bytes of one log that are read: twice what is kept of all. The agent can write into these files, and they are read into memory.
+const MAX_LOG_BYTES: u64 = 2 * MAX_MOCK_CALL_BYTES as u64;
 /// The status of the script where the mock ended well, but before it served.
 const ENDED: i32 = 125;
 
@@ -176,7 +175,12 @@ async fn calls(attempt: &Attempt<'_>) -> Result<Called, Stop> {
         (mocks::MCP_CALLS, &mut logs.mcp),
     ] {
         match read(attempt, path, MAX_LOG_BYTES).await? {
-            Ok(found) => *log = found.unwrap_or_default(),
+            Ok(found) => {
+                *log = found.unwrap_or_default();
+                if log.len() as u64 == MAX_LOG_BYTES {
+                    diagnostics.push(format!("Only the first {} MiB of {path} were read", MAX_LOG_BYTES >> 20));
+                }
+            }
             Err(reason) => diagnostics.push(attempt.redactor.text(&reason).into_owned()),
         }
     }

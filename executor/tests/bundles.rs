@@ -129,6 +129,19 @@ async fn verdicts_of_validators() {
         "code:0 one passed",
     )
     .await;
+    // An agent that says itself that it failed is not checked.
+    let run = r#"echo '{"_tag":"Finished","reason":"failed: no key"}'"#;
+    let (grid, told) = trial(
+        "process",
+        &request(run, json!({ "validator": validator(&["one", "two"], "end(true)") }), json!({})),
+    )
+    .await;
+    assert_eq!(verdict(told.outcome()), "The command agent failed: no key");
+    let evidence = grid.evidence(told.outcome());
+    assert_eq!(
+        (records(&evidence).as_str(), evidence.void_fields.len()),
+        ("code:0 one skipped, code:1 two skipped", 0)
+    );
     // More than is kept: the last lines are there all the same, and a verdict that was forged in the middle is not.
     check(
         &["one"],

@@ -33,7 +33,11 @@ fn the_example_carries_its_files() {
         ("/cases/1/validator/sourceFiles/2/content", "validators/bundled/src/protocol.mjs"),
         ("/variants/0/profile/files/home~1agent.sh", "validators/agent.sh"),
     ] {
-        assert_eq!(request.pointer(pointer).unwrap().as_str().unwrap(), read(file), "run `node examples/validators/make.mjs`");
+        assert_eq!(
+            request.pointer(pointer).unwrap().as_str().unwrap(),
+            read(file),
+            "run `node examples/validators/make.mjs`"
+        );
     }
 }
 
@@ -51,7 +55,10 @@ async fn programs_of_the_request() {
     ] {
         let run = &batch["runs"][run];
         assert_eq!(run["distribution"]["passed"], 2, "{run:#}");
-        assert_eq!((&run["setup"]["prepare"], &run["setup"]["validator"]), (&json!("numbers"), &json!(validator)));
+        assert_eq!(
+            (&run["setup"]["prepare"], &run["setup"]["validator"]),
+            (&json!("numbers"), &json!(validator))
+        );
         for trial in run["trials"].as_array().unwrap() {
             let found = trial["validations"].as_array().unwrap().iter();
             let found: Vec<_> = found
@@ -64,18 +71,37 @@ async fn programs_of_the_request() {
     assert_eq!(batch["runs"][1]["setup"]["validatorFiles"][0]["path"], "src/checks.mjs");
 
     // One check that fails, one that breaks, and what an agent asked of a mock.
-    let mut request = suite::command_batch(2, 1, "bubblewrap", "echo '{\"server\":\"users\",\"name\":\"get\"}' > .sphynx/mcp-calls.jsonl", "true");
+    let mut request = suite::command_batch(
+        2,
+        1,
+        "bubblewrap",
+        "echo '{\"server\":\"users\",\"name\":\"get\"}' > .sphynx/mcp-calls.jsonl",
+        "true",
+    );
     request["variants"][0]["profile"]["files"] = json!({ "workspace/.sphynx/mcp/0/server.mjs": "" });
-    for (case, source) in [(0, "console.log('SPHYNX_VALIDATOR_RESULT={\"passed\":false,\"message\":\"no\"}')"), (1, "process.exit(3)")] {
+    for (case, source) in [
+        (0, "console.log('SPHYNX_VALIDATOR_RESULT={\"passed\":false,\"message\":\"no\"}')"),
+        (1, "process.exit(3)"),
+    ] {
         request["cases"][case]["verify"] = Value::Null;
         request["cases"][case]["validator"] = json!({ "name": "check", "source": source });
     }
     let batch = api.ended(&api.start(&request).await, PATIENCE).await;
     let trials = suite::trials(&batch);
-    assert_eq!((&trials[0]["status"], &trials[0]["exitCode"], &trials[0]["validations"][0]["message"]), (&json!("failed"), &json!(1), &json!("no")));
+    assert_eq!(
+        (
+            &trials[0]["status"],
+            &trials[0]["exitCode"],
+            &trials[0]["validations"][0]["message"]
+        ),
+        (&json!("failed"), &json!(1), &json!("no"))
+    );
     assert_eq!(trials[0]["mockCalls"]["mcp"], json!([{ "server": "users", "name": "get" }]));
     assert_eq!((&trials[1]["status"], &trials[1]["exitCode"]), (&json!("void"), &json!(3)));
     assert_eq!(trials[1]["failure"], "The validator check gave no verdict: it exited with status 3");
-    assert_eq!((&trials[1]["voidFields"], &trials[1]["validations"][0]["status"]), (&json!(["validator"]), &json!("error")));
+    assert_eq!(
+        (&trials[1]["voidFields"], &trials[1]["validations"][0]["status"]),
+        (&json!(["validator"]), &json!("error"))
+    );
     assert_eq!(batch["status"], "finished");
 }
