@@ -336,7 +336,8 @@ impl StepResult for Record {
     }
 }
 
-/// Brings back what an earlier trial has saved.
+/// Brings back what an earlier trial has saved. Behind the install, whose result may become a base for trials that have no such cache; durable
+/// before anything can run that works on it.
 pub(crate) async fn restore(attempt: &Attempt<'_>, account: &mut Account) -> Result<(), Stop> {
     if attempt.case.cache.is_none() || account.is_void() {
         return Ok(());
@@ -346,7 +347,7 @@ pub(crate) async fn restore(attempt: &Attempt<'_>, account: &mut Account) -> Res
         .await?;
     account.cache_restored = record.done;
     account.diagnostics(record.diagnostics);
-    Ok(())
+    attempt.durable().await
 }
 
 /// Keeps what the set-up has made, where there was no cache. Durable before the agent begins: what it does is nobody's cache.

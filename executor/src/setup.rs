@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     account::Account,
-    cache,
     layers::{Layers, Saved, hex, is_commit},
     output,
     source::Repository,
@@ -110,7 +109,6 @@ async fn steps(attempt: &Attempt<'_>, layers: &mut Layers, account: &mut Account
             take(account, source);
         }
     }
-    cache::restore(attempt, account).await?;
     if let (false, Some(install)) = (account.is_void(), turns::install(attempt))
         && !attempt.worker.tools.is_ready(install)
     {

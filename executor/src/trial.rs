@@ -183,6 +183,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
         .await?;
     let mut account = Account::default();
     setup::run(&attempt, &mut layers, &mut account).await?;
+    cache::restore(&attempt, &mut account).await?;
     mocks::start(&attempt, &mut account).await?;
     prepare::run(&mut attempt, &mut account).await?;
     cache::save(&attempt, &mut account).await?;

@@ -13,6 +13,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("git", "git"),
     ("bash", "bash"),
     ("zsh", "zsh"),
+    // For bundles.
+    ("node", "nodejs"),
     ("redis-server", "redis-server"),
     ("redis-sentinel", "redis-sentinel"),
     // For the power cuts.
