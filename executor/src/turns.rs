@@ -34,8 +34,8 @@ const INLINE_READ_BYTES: u64 = 256 << 10;
 /// Paths of changed files that one turn may name.
 const MAX_FILES: usize = 10_000;
 
-/// Times that a turn is begun again because its model server limits requests. With the pauses that is minutes, and limits are per minute.
-const MAX_LIMITED: u32 = 4;
+/// Times that a turn is begun again because its model server limits requests. With the pauses that is more than a minute, and limits are per minute.
+const MAX_LIMITED: u32 = 3;
 /// The pause before the first of them; each next one is three times as long.
 const FIRST_PAUSE_MS: u64 = 5_000;
 
