@@ -295,3 +295,24 @@ fn lines_are_stamped_when_they_arrived() {
     let mut broken = Arrivals::new(&times[..20], 99);
     assert_eq!([broken.at(1), broken.at(line.len() as u64 + 1)], [10, 99]);
 }
+
+#[test]
+fn what_is_lost_is_not_whole() {
+    let message = b"{\"_tag\":\"Message\",\"role\":\"assistant\",\"text\":\"x\"}\n";
+    let check = |tail: Option<(&[u8], u64)>, whole: bool| {
+        let (_, end) = read(Given {
+            stdout: &mut Cursor::new(message),
+            tail,
+            times: b"",
+            trace: b"",
+        });
+        let coverage = end.coverage;
+        for channel in [&coverage.events, &coverage.actions, &coverage.messages] {
+            assert_eq!(channel.is_complete(), whole, "{tail:?}");
+        }
+        assert_eq!(coverage.usage.reason(), Some("The command printed no Usage"));
+    };
+    check(None, true);
+    check(Some((b"}\n", message.len() as u64 - 2)), true);
+    check(Some((b"}\n", 1_000)), false);
+}
