@@ -2,6 +2,7 @@
 //!
 //! Every operation is `POST /v1/<group.op>` with a JSON body. `GET /` and `GET /healthz` answer without a key.
 
+mod artifact;
 mod body;
 mod cell;
 mod cells;

@@ -24,6 +24,7 @@ use tokio::sync::Semaphore;
 use tonic::metadata::{Ascii, MetadataValue};
 
 use crate::{
+    artifact,
     body::{self, Bodies, Budget, Held},
     cell::call,
     cells::{self, Cells, Fingerprint},
@@ -61,6 +62,7 @@ pub(crate) enum Op {
     CancelBatch,
     RetryBatch,
     GetRun,
+    GetArtifact,
     ListModels,
     Whoami,
     RunnerStart,
@@ -83,6 +85,7 @@ impl Op {
             "evals.batches.retry" => Op::RetryBatch,
             "evals.models.list" => Op::ListModels,
             "evals.runs.get" => Op::GetRun,
+            "evals.artifacts.get" => Op::GetArtifact,
             "auth.whoami" => Op::Whoami,
             "runner.start" => Op::RunnerStart,
             "runner.lease" => Op::Lease,
@@ -165,6 +168,10 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
             let get_run = call!(batches, get_run, caller.request(GetRunRequest { id: id.clone() }));
             let run = cells.read(&caller, limits::CALL_DEADLINE, get_run).await?;
             result::run(app, caller, run).await
+        }
+        Op::GetArtifact => {
+            let wanted = decode(body, artifact::wanted)?;
+            artifact::get(app, caller, wanted).await
         }
         Op::ListBatches => {
             let message = decode(body, list_batches)?;

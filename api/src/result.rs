@@ -117,7 +117,7 @@ async fn next_piece(receiver: Option<mpsc::Receiver<Piece>>) -> Option<(Result<B
 
 /// Why a result could not be written to its end.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+pub(crate) enum Broken {
     #[error("the caller has gone, or takes nothing")]
     Caller,
     #[error("an object could not be read: {0}")]
@@ -249,13 +249,13 @@ impl Splice {
 }
 
 /// An object on its way, held to its announced size.
-struct Object {
+pub(crate) struct Object {
     chunks: tonic::Streaming<evalgrid_proto::v1::ObjectChunk>,
     left: u64,
 }
 
 impl Object {
-    async fn open(app: &App, caller: &Caller, reference: ObjectRef) -> Result<Object, Broken> {
+    pub(crate) async fn open(app: &App, caller: &Caller, reference: ObjectRef) -> Result<Object, Broken> {
         let left = reference.size;
         let open = call!(batches, get_object, caller.request(reference.clone()));
         match timeout(limits::CALL_DEADLINE, app.cells.twice(caller, open)).await {
@@ -268,7 +268,7 @@ impl Object {
         }
     }
 
-    async fn next(&mut self) -> Result<Option<Bytes>, Broken> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, Broken> {
         let message = timeout(limits::CHUNK_DEADLINE, self.chunks.message())
             .await
             .map_err(|_| Broken::Slow)?;

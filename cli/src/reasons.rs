@@ -74,7 +74,7 @@ fn place(trial: &Trial) -> Option<&Place> {
     trial.outcome.as_ref()?.evidence.as_ref()?.place.as_ref()
 }
 
-async fn object_bytes(batches: &mut Batches, object: &ObjectRef) -> Option<Vec<u8>> {
+pub(crate) async fn object_bytes(batches: &mut Batches, object: &ObjectRef) -> Option<Vec<u8>> {
     let mut chunks = batches.get_object(object.clone()).await.ok()?.into_inner();
     let mut bytes = Vec::new();
     while let Some(chunk) = chunks.message().await.ok()? {

@@ -5,20 +5,61 @@ use evalgrid_proto::v1::{ResolveTrialRequest, ShowTrialRequest, TrialReport, Tri
 
 use crate::{Failure, client, options, output};
 
+mod evidence;
+
 pub(crate) async fn run(command: options::Trial) -> Result<(), Failure> {
-    let answer = match command {
-        options::Trial::Show { id, operator } => {
-            let mut admin = client::admin(&operator).await?;
-            admin.show_trial(ShowTrialRequest { id }).await
-        }
+    match command {
+        options::Trial::Show {
+            id,
+            artifact,
+            api_key,
+            operator,
+        } => show(id, artifact, api_key, operator).await,
         options::Trial::Resolve { id, void, operator } => {
             let mut admin = client::admin(&operator).await?;
             let request = ResolveTrialRequest { id, reason: void };
-            admin.resolve_trial(request).await
+            let report = admin
+                .resolve_trial(request)
+                .await
+                .map_err(|status| client::refused_trial(&status))?;
+            output::print(&text(&report.into_inner()))
         }
+    }
+}
+
+/// What the operator may know of a trial of a batch in memory, and what its organization may know of it once it has ended.
+async fn show(id: String, artifact: Option<String>, api_key: Option<String>, operator: options::Operator) -> Result<(), Failure> {
+    let key = api_key.map_or_else(
+        || client::secret(&operator.data.data.join("api-key"), "an API key", "EVALGRID_API_KEY"),
+        Ok,
+    );
+    if let Some(path) = artifact {
+        let mut batches = client::batches_at(&operator.scheduler.schedulers, &key?).await?;
+        return output::bytes(&evidence::artifact(&mut batches, &id, &path).await?);
+    }
+    let answer = client::admin(&operator)
+        .await?
+        .show_trial(ShowTrialRequest { id: id.clone() })
+        .await;
+    let report = match answer {
+        Ok(report) => Ok(text(&report.into_inner())),
+        Err(status) => Err(status),
     };
-    let report = answer.map_err(|status| client::refused_trial(&status))?.into_inner();
-    output::print(&text(&report))
+    let evidence = match key {
+        Ok(key) => {
+            let mut batches = client::batches_at(&operator.scheduler.schedulers, &key).await?;
+            evidence::text(&mut batches, &id).await
+        }
+        Err(_) => Ok(None),
+    };
+    match (report, evidence) {
+        (Ok(report), Ok(Some(evidence))) => output::print(&(report + &evidence)),
+        // Another organization's, or not ended yet.
+        (Ok(report), _) => output::print(&report),
+        // Its batch has left memory.
+        (Err(_), Ok(Some(evidence))) => output::print(&evidence),
+        (Err(status), _) => Err(client::refused_trial(&status)),
+    }
 }
 
 fn text(report: &TrialReport) -> String {

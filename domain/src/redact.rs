@@ -8,9 +8,11 @@ use std::{borrow::Cow, collections::BTreeSet, fmt, ops::Range};
 use aho_corasick::{AhoCorasick, AhoCorasickKind};
 use serde_json::{Map, Value};
 
+mod assignment;
 mod secret;
 mod shapes;
 
+pub use assignment::assigns_password;
 pub use secret::{is_secret_variable, is_token_shaped};
 
 /// What stands in the place of a secret.

@@ -2,16 +2,16 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Spans of one trial: a trial has at most 50 turns, and a handful of steps around each.
+/// Steps of one trial that its tree shows: a trial has at most 50 turns, and a handful of steps around each.
 pub const MAX_SPANS: usize = 512;
 
 /// One stretch of time, and what it is made of.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Span {
-    /// A step's name as it is on record, or a phase: `queue`, `setup`, `turns`, `checks`.
+    /// A step's name as it is on record, a turn, or a phase: `queue`, `setup`, `turns`, `checks`, `cleanup`.
     pub name: String,
-    /// Milliseconds from the start of the trial's timing, which is the creation of its batch's trial or, where that is not known, of its sandbox.
+    /// Milliseconds from the start of the trial's timing: that of its batch or, where it is not known, of its first step.
     pub offset_ms: u64,
     /// Milliseconds. A phase lasts from its first part to the end of its last.
     pub duration_ms: u64,
@@ -31,7 +31,7 @@ pub struct Timing {
     pub started_at_ms: u64,
     /// In order of their beginnings.
     pub spans: Vec<Span>,
-    /// Spans that were left out because there are more than [`MAX_SPANS`].
+    /// Steps that were left out because there are more than [`MAX_SPANS`].
     #[serde(default, skip_serializing_if = "is_zero")]
     pub omitted: u64,
 }

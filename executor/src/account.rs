@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use evalgrid_domain::{
     changes::{ContentKind, TurnChanges},
     coverage::{Channel, Coverage},
-    evidence::{Trajectory, TrialEvidence, Validation, VerifyStep},
+    evidence::{Artifact, Trajectory, TrialEvidence, Validation, VerifyStep},
     limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES, MAX_TRIAL_CHANGES, MAX_TRIAL_DIFF_BYTES},
     mocks::MockCalls,
     outcome::{EXIT_NOT_SCORED, Usage},
@@ -50,6 +50,7 @@ pub(crate) struct Account {
     pub(crate) cache_restored: bool,
     coverage: Coverage,
     file_changes: Vec<TurnChanges>,
+    artifacts: Vec<Artifact>,
     /// Bytes of their diffs.
     diff_bytes: usize,
     source_commit: Option<String>,
@@ -141,6 +142,15 @@ impl Account {
         self.file_changes.push(turn);
     }
 
+    /// Of the turns so far.
+    pub(crate) fn file_changes(&self) -> &[TurnChanges] {
+        &self.file_changes
+    }
+
+    pub(crate) fn artifacts(&mut self, artifacts: Vec<Artifact>) {
+        self.artifacts = artifacts;
+    }
+
     fn changed(&mut self, path: String) {
         if self.files.len() < MAX_CHANGED_FILES {
             self.files.insert(path);
@@ -187,12 +197,12 @@ impl Account {
             verify_steps: self.verify_steps,
             void_fields: self.void_fields.clone(),
             files_changed: self.files.into_iter().collect(),
-            artifacts: Vec::new(),
+            artifacts: self.artifacts,
             diagnostics: self.diagnostics,
             mock_calls: self.mock_calls,
             coverage: self.timed.then_some(self.coverage),
             file_changes: self.file_changes,
-            timing: None,
+            timing: attempt.timing(),
             source_commit: self.source_commit,
         };
         let bytes = json(&evidence);

@@ -14,7 +14,7 @@ use evalgrid_domain::{
     changes::{ChangeFilter, TurnChanges},
     coverage::Channel,
 };
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::{
     sync::Semaphore,
     time::{Instant, timeout},
@@ -41,6 +41,10 @@ pub(crate) struct FilesRecord {
 impl StepResult for FilesRecord {
     fn failed(&self) -> bool {
         false
+    }
+
+    fn times(&self) -> Option<(u64, u64)> {
+        Some((self.started_at_ms, self.finished_at_ms))
     }
 }
 
@@ -117,13 +121,8 @@ impl<'a> Changes<'a> {
         let recorded = attempt.is_recorded(&format!("turn.{turn}.files"));
         let record = attempt.once(&format!("turn.{turn}.files"), self.look(window)).await?;
         let changed = !record.changes.changes.is_empty() || !record.changes.coverage.is_complete();
-        if let (false, true, Some(folder)) = (recorded, changed, attempt.sandbox.folder().map(PathBuf::from)) {
-            let found = json(&record);
-            let saved = blocking(move |_| Ok(base::save(&folder, turn, &found)?)).await;
-            // No room for it: then the log must have it first.
-            if saved.is_err() {
-                attempt.durable().await?;
-            }
+        if changed && !recorded {
+            save(attempt, turn.to_string(), &record).await?;
         }
         Ok(record)
     }
@@ -140,7 +139,7 @@ impl<'a> Changes<'a> {
                 // An earlier attempt has gone on from here: what it had not saved was nothing.
                 let passed = adopted && attempt.sandbox.started().await?.iter().any(|step| is_after(step, turn));
                 let scan = move |deadline| {
-                    if adopted && let Some(saved) = base::saved(&folder, turn)? {
+                    if adopted && let Some(saved) = base::saved(&folder, &turn.to_string())? {
                         return Ok(Looked::Saved(serde_json::from_slice(&saved).map_err(std::io::Error::from)?));
                     }
                     Ok(Looked::Now(match passed {
@@ -165,6 +164,28 @@ impl<'a> Changes<'a> {
             changes,
         })
     }
+}
+
+/// Keeps what was seen of the workspace beside the sandbox, so that no later attempt has to look again: what runs next may write into it.
+pub(crate) async fn save(attempt: &Attempt<'_>, name: String, seen: &impl Serialize) -> Result<(), Stop> {
+    let seen = json(seen);
+    let saved = match attempt.sandbox.folder().map(PathBuf::from) {
+        Some(folder) => blocking(move |_| Ok(base::save(&folder, &name, &seen)?)).await,
+        None => Err(String::new()),
+    };
+    match saved {
+        Ok(()) => Ok(()),
+        // Nowhere to keep it: then the log must have it first.
+        Err(_) => attempt.durable().await,
+    }
+}
+
+/// What an earlier attempt has kept under this name.
+pub(crate) async fn saved<T: DeserializeOwned + Send + 'static>(attempt: &Attempt<'_>, name: &'static str) -> Option<T> {
+    let folder = attempt.sandbox.folder().filter(|_| attempt.lease.adopt)?.to_owned();
+    let read = move |_| Ok(base::saved(&folder, name)?);
+    // What cannot be read was not kept.
+    serde_json::from_slice(&blocking(read).await.ok()??).ok()
 }
 
 enum Looked {

@@ -4,6 +4,7 @@
 //! every step. When it dies, the next one on the same folder takes the sandboxes over and goes on after the last recorded step.
 
 mod account;
+mod artifacts;
 mod backoff;
 mod bundle;
 mod cache;
@@ -19,6 +20,7 @@ mod output;
 mod prepare;
 mod setup;
 mod source;
+mod timing;
 mod tools;
 mod trial;
 mod turn_files;

@@ -15,6 +15,7 @@ use evalgrid_domain::{
     outcome,
     redact::Redactor,
     request::{Case, Profile, SuiteBatchRequest, VariantRequest, effective_source},
+    timing::Timing,
 };
 use evalgrid_proto::v1::{AttemptFailureKind, Lease, ObjectRef, RecordedStep, StepOutcome, StepRecord, TrialOutcome};
 use evalgrid_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, StepCommand, StepExit};
@@ -23,13 +24,15 @@ use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
     account::Account,
-    cache, check,
+    artifacts, cache, check,
     layers::Layers,
     mocks,
     objects::ObjectError,
     outbox::Fact,
     prepare::{self, Prepared},
-    setup, turns,
+    setup,
+    timing::{self, Timed},
+    turns,
     worker::Worker,
 };
 
@@ -96,6 +99,11 @@ impl From<ObjectError> for Stop {
 pub(crate) trait StepResult: Serialize + DeserializeOwned {
     /// The trial cannot be scored after this step.
     fn failed(&self) -> bool;
+
+    /// When it really began and ended, in milliseconds since the epoch, where it knows better than whoever waited for it.
+    fn times(&self) -> Option<(u64, u64)> {
+        None
+    }
 }
 
 /// The result of `sandbox.create`.
@@ -103,11 +111,18 @@ pub(crate) trait StepResult: Serialize + DeserializeOwned {
 #[serde(rename_all = "camelCase")]
 struct Created {
     created_at_ms: u64,
+    /// When it was asked for; 0 in older records.
+    #[serde(default)]
+    asked_at_ms: u64,
 }
 
 impl StepResult for Created {
     fn failed(&self) -> bool {
         false
+    }
+
+    fn times(&self) -> Option<(u64, u64)> {
+        Some((self.asked_at_ms, self.created_at_ms))
     }
 }
 
@@ -115,6 +130,21 @@ impl StepResult for Created {
 #[derive(Serialize, Deserialize)]
 struct Pointer {
     object: Place,
+}
+
+/// What is on record of a step, beside its result or the pointer to it.
+#[derive(Serialize)]
+struct Stamped<'a, T> {
+    #[serde(flatten)]
+    result: &'a T,
+    /// When it began, in milliseconds since the epoch, and how long it took.
+    at: (u64, u64),
+}
+
+#[derive(Deserialize)]
+struct Stamp {
+    #[serde(default)]
+    at: Option<(u64, u64)>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -136,6 +166,8 @@ pub(crate) struct Attempt<'a> {
     recorded: HashMap<&'a str, &'a RecordedStep>,
     /// Tells when the newest record is durable, and so all before it.
     newest: Mutex<Option<oneshot::Receiver<()>>>,
+    /// The steps so far.
+    timed: Mutex<Vec<Timed>>,
 }
 
 /// Runs the trial of a lease, or what is left of it.
@@ -163,6 +195,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
     };
     let provider = worker.providers.get(lease.provider.as_str());
     let provider = provider.ok_or_else(|| Stop::unavailable(format!("this worker has no {} sandboxes", lease.provider)))?;
+    let asked_at_ms = now_ms();
     let (sandbox, mut layers) = sandbox(worker, lease, &request, case, provider.as_ref()).await?;
     let recorded = lease.steps.iter().map(|step| (step.step.as_str(), step)).collect();
     let mut attempt = Attempt {
@@ -176,11 +209,16 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
         redactor,
         recorded,
         newest: Mutex::new(None),
+        timed: Mutex::default(),
     };
 
-    let created: Created = attempt
-        .once("sandbox.create", async { Ok(Created { created_at_ms: now_ms() }) })
-        .await?;
+    let create = async {
+        Ok(Created {
+            created_at_ms: now_ms(),
+            asked_at_ms,
+        })
+    };
+    let created: Created = attempt.once("sandbox.create", create).await?;
     let mut account = Account::default();
     setup::run(&attempt, &mut layers, &mut account).await?;
     cache::restore(&attempt, &mut account).await?;
@@ -190,6 +228,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
     if !account.is_void() {
         turns::run(&attempt, &mut account).await?;
     }
+    artifacts::keep(&attempt, &mut account).await?;
     mocks::keep_calls(&attempt, &mut account).await?;
     check::run(&attempt, &mut account).await?;
     let sandbox_ms = now_ms().saturating_sub(created.created_at_ms);
@@ -241,12 +280,21 @@ impl Attempt<'_> {
     /// The step's recorded result, or else what `run` gives, which is then recorded.
     pub(crate) async fn once<T: StepResult>(&self, step: &str, run: impl Future<Output = Result<T, Stop>>) -> Result<T, Stop> {
         if let Some(recorded) = self.recorded.get(step) {
+            let stamp = serde_json::from_slice::<Stamp>(&recorded.result).ok().and_then(|stamp| stamp.at);
+            // Records of older versions have none.
+            if let Some(at) = stamp {
+                self.note(step, at, recorded.outcome() == StepOutcome::Failed);
+            }
             return self.read(&recorded.result).await;
         }
         may_act(self.worker)?;
+        let began_ms = now_ms();
         let result = run.await?;
+        let (began_ms, ended_ms) = result.times().unwrap_or_else(|| (began_ms, now_ms()));
+        let at = (began_ms, ended_ms.saturating_sub(began_ms));
+        self.note(step, at, result.failed());
         let outcome = if result.failed() { StepOutcome::Failed } else { StepOutcome::Done };
-        let bytes = self.stored(&result).await?;
+        let bytes = self.stored(&result, at).await?;
         let record = StepRecord {
             token: self.lease.token,
             step: step.to_owned(),
@@ -300,18 +348,35 @@ impl Attempt<'_> {
     }
 
     /// The JSON of a value, or of a pointer to it where it is big: data first, then the pointer.
-    async fn stored(&self, value: &impl Serialize) -> Result<Bytes, Stop> {
-        let bytes = json(value);
+    async fn stored(&self, value: &impl Serialize, at: (u64, u64)) -> Result<Bytes, Stop> {
+        let bytes = json(&Stamped { result: value, at });
         if bytes.len() <= INLINE_EVIDENCE_BYTES {
             return Ok(bytes);
         }
         let object = self.worker.objects.put(&self.lease.organization_id, bytes).await?;
-        Ok(json(&Pointer {
+        let pointer = Pointer {
             object: Place {
                 sha256: object.sha256,
                 size: object.size,
             },
-        }))
+        };
+        Ok(json(&Stamped { result: &pointer, at }))
+    }
+
+    fn note(&self, step: &str, (started_at_ms, duration_ms): (u64, u64), failed: bool) {
+        let mut timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
+        timed.push(Timed {
+            step: step.to_owned(),
+            started_at_ms,
+            duration_ms,
+            failed,
+        });
+    }
+
+    /// Where the time went so far.
+    pub(crate) fn timing(&self) -> Option<Timing> {
+        let timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
+        timing::tree(&timed, self.lease.waiting_since_ms)
     }
 
     /// Runs a process of the trial, or waits for the one that an earlier attempt has started.

@@ -86,6 +86,10 @@ impl StepResult for TurnRecord {
     fn failed(&self) -> bool {
         self.failure.is_some()
     }
+
+    fn times(&self) -> Option<(u64, u64)> {
+        Some((self.started_at_ms, self.finished_at_ms))
+    }
 }
 
 /// What the harness needs before its first turn.

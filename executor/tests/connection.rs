@@ -5,7 +5,7 @@ mod support;
 
 use std::{fs, path::PathBuf, time::Duration};
 
-use evalgrid_proto::v1::{AttemptFailureKind, Lease, RecordedStep, TrialOutcome, TrialStatus};
+use evalgrid_proto::v1::{AttemptFailureKind, Lease, RecordedStep, TrialStatus};
 use serde_json::{Value, json};
 use support::{Grid, PATIENCE, Session, Told, request};
 
@@ -86,6 +86,7 @@ async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
         "turn.1.files",
         "turn.2.agent",
         "turn.2.files",
+        "artifacts",
         "check.0",
     ];
     let names = [set_up.as_slice(), &processes].concat();
@@ -107,10 +108,6 @@ async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
     }
 
     // And now when all is done.
-    let bare = |outcome: &TrialOutcome| TrialOutcome {
-        sandbox_ms: 0,
-        ..outcome.clone()
-    };
     let mut first = None;
     for durable in set_up.len()..=names.len() {
         let executor = grid.executor();
@@ -127,7 +124,8 @@ async fn every_prefix_of_the_recorded_steps_leads_to_the_same_outcome() {
         assert_eq!(told.step_names(), names[durable..], "only what was not recorded");
         let outcome = told.outcome();
         assert_eq!(outcome.status(), TrialStatus::Passed, "{:?}", grid.evidence(outcome));
-        assert_eq!(&bare(outcome), first.get_or_insert(bare(outcome)), "after {durable} steps");
+        let bare = grid.bare(outcome);
+        assert_eq!(&bare, first.get_or_insert(bare.clone()), "after {durable} steps");
         if durable < names.len() {
             executor.kill().await;
         } else {
@@ -177,10 +175,10 @@ async fn no_process_starts_before_the_set_up_is_durable() {
     }
     check(
         json!({ "install": "touch installed" }),
-        &["profile.install", "turn.1.agent", "turn.1.files", "check.0"],
+        &["profile.install", "turn.1.agent", "turn.1.files", "artifacts", "check.0"],
     )
     .await;
-    check(json!({}), &["turn.1.agent", "turn.1.files", "check.0"]).await;
+    check(json!({}), &["turn.1.agent", "turn.1.files", "artifacts", "check.0"]).await;
 }
 
 #[tokio::test]
@@ -225,7 +223,7 @@ async fn reports_that_nobody_acknowledged_are_sent_again() {
     assert_eq!(session.hello.slots, 2);
     let after = session.until(|told| told.credits == 1).await;
     assert_eq!(after.reports[..before.reports.len()], before.reports, "the same ones, first");
-    assert_eq!(after.step_names(), ["turn.1.agent", "turn.1.files", "check.0"]);
+    assert_eq!(after.step_names(), ["turn.1.agent", "turn.1.files", "artifacts", "check.0"]);
     assert_eq!(after.outcome().status(), TrialStatus::Passed);
     assert_eq!(after.destroyed, std::slice::from_ref(&held.lease.sandbox));
     executor.stop().await;

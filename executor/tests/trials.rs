@@ -64,6 +64,7 @@ async fn a_trial_that_passes() {
         "profile.install",
         "turn.1.agent",
         "turn.1.files",
+        "artifacts",
         "check.0",
     ];
     assert_eq!(told.step_names(), steps);
@@ -96,6 +97,15 @@ async fn a_trial_that_passes() {
     };
     assert_eq!((turn.turn, turn.changes[0].diff.as_deref()), (1, Some("@@ -0,0 +1 @@\n+b\n")));
     assert!(evidence.coverage.unwrap().files.is_complete());
+    let [artifact] = evidence.artifacts.as_slice() else {
+        panic!("{:?}", evidence.artifacts)
+    };
+    assert_eq!((artifact.path.as_str(), &grid.object(&artifact.sha256)[..]), ("b.txt", &b"b\n"[..]));
+    let timing: Vec<_> = evidence.timing.iter().flat_map(|timing| &timing.spans).collect();
+    assert_eq!(
+        timing.iter().map(|span| span.name.as_str()).collect::<Vec<_>>(),
+        ["setup", "turns", "cleanup", "checks"]
+    );
     let ran: Vec<_> = evidence
         .verify_steps
         .iter()

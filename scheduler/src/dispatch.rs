@@ -79,6 +79,7 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
         model_key: admission::model_key(variant),
         credential: credential(&variant.harness, variables),
         batch_id: key.batch.to_string(),
+        waiting_since_ms: batch.started_ms,
     })
 }
 

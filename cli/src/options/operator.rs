@@ -6,11 +6,18 @@ use super::{Data, SchedulerAddress};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Trial {
-    /// Show where a trial of a batch that runs stands: its attempts, steps, worker and sandbox.
-    #[command(after_help = "Example: evalgrid trial show trial_…")]
+    /// Show where a trial stands: its attempts, steps, worker and sandbox while its batch runs; once it has ended, what its time went into and what
+    /// is worth knowing of its evidence.
+    #[command(after_help = "Example: evalgrid trial show trial_… --artifact src/main.rs")]
     Show {
         /// The trial's id.
         id: String,
+        /// Print this file that was kept of the trial, and nothing else. Example: --artifact report.md
+        #[arg(long, value_name = "PATH")]
+        artifact: Option<String>,
+        /// An API key of the trial's organization, for its evidence; by default the file api-key in --data. Better given as a variable. Example: EVALGRID_API_KEY=anp_…
+        #[arg(long, value_name = "KEY")]
+        api_key: Option<String>,
         #[command(flatten)]
         operator: Operator,
     },

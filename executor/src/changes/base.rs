@@ -72,22 +72,18 @@ pub(super) fn read(sandbox: &Path, turn: u32) -> io::Result<Option<Base>> {
     }
 }
 
-/// Saves what a turn has changed.
-pub(super) fn save(sandbox: &Path, turn: u32, found: &[u8]) -> io::Result<()> {
-    put(sandbox, &result(turn), found)
+/// Saves what a look at the workspace has come to: under a turn's number, what it has changed.
+pub(super) fn save(sandbox: &Path, name: &str, found: &[u8]) -> io::Result<()> {
+    put(sandbox, &format!("changes.{name}"), found)
 }
 
-/// What was saved of a turn.
-pub(super) fn saved(sandbox: &Path, turn: u32) -> io::Result<Option<Vec<u8>>> {
-    match fs::read(sandbox.join(result(turn))) {
+/// What was saved under this name.
+pub(super) fn saved(sandbox: &Path, name: &str) -> io::Result<Option<Vec<u8>>> {
+    match fs::read(sandbox.join(format!("changes.{name}"))) {
         Ok(found) => Ok(Some(found)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn result(turn: u32) -> String {
-    format!("changes.{turn}")
 }
 
 /// Whole or not at all.
