@@ -8,6 +8,7 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "the rig measures and waits in real time")]
 
+pub mod agents;
 pub mod cell;
 pub mod counter;
 pub mod http;

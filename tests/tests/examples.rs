@@ -1,0 +1,104 @@
+//! The suites of `examples/` that need a key, as a newcomer starts them, against a model server on loopback: same files, and for each case the
+//! line that tells the model of the tests what a real one finds out by itself.
+#![allow(clippy::unwrap_used, clippy::disallowed_methods)]
+
+use std::{collections::BTreeMap, path::Path, time::Duration};
+
+use evalgrid_modelserver::{Mode, ModelServer};
+use evalgrid_tests::{agents, suite};
+use serde_json::{Value, json};
+
+/// Installing two agents, if nobody has, and a dozen short trials on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(480);
+
+/// The suite of that name, on `sandbox`, with what the model of the tests does, by case; a reply of a person does what it says in `replies`.
+fn example(name: &str, sandbox: &str, does: &[(&str, &str)], replies: &[&str]) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../examples/{name}/request.json"));
+    let mut request: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let prompt = request["suite"]["prompt"].as_str().unwrap().to_owned();
+    request["suite"]["prompt"] = json!(format!("{prompt}\n{{{{ does }}}}"));
+    for case in request["cases"].as_array_mut().unwrap() {
+        let does = does.iter().find(|(id, _)| case["id"] == *id).unwrap().1;
+        case["variables"]["does"] = json!(does);
+        let said = case.pointer_mut("/user/replies").and_then(Value::as_array_mut);
+        for (reply, does) in said.into_iter().flatten().zip(replies) {
+            *reply = json!(format!("{}\n{does}", reply.as_str().unwrap()));
+        }
+    }
+    for variant in request["variants"].as_array_mut().unwrap() {
+        variant["sandbox"] = json!(sandbox);
+    }
+    request
+}
+
+const FIRST_STEPS: &[(&str, &str)] = &[
+    ("greet", "RUN echo 'Hello, World!' > hello.txt"),
+    ("fix-the-total", "RUN sed -i 's/sum - price/sum + price/' total.mjs"),
+];
+
+/// (case, agent, ordinal) and how the trial ended.
+type Verdicts = BTreeMap<(String, String, u64), String>;
+
+fn verdicts(batch: &Value) -> Verdicts {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let runs = batch["runs"].as_array().unwrap().iter();
+    runs.flat_map(|run| {
+        let variant = format!("{} {}", text(&run["variant"]["harness"]), text(&run["variant"]["profile"]));
+        let trials = run["trials"].as_array().unwrap().iter();
+        trials.map(move |trial| {
+            let key = (text(&run["case"]["id"]), variant.clone(), trial["ordinal"].as_u64().unwrap());
+            (key, format!("{} {}", text(&trial["status"]), text(&trial["failure"])))
+        })
+    })
+    .collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn suites_for_real_agents_pass_on_every_sandbox() {
+    let folder = tempfile::tempdir().unwrap();
+    let models = ModelServer::start("127.0.0.1:0", None).await.unwrap();
+    let mut server = agents::server(folder.path(), &models.url(Mode::Ok), 4);
+    server.executor.push("--enable-process-sandbox".into());
+    let _process = server.serve();
+    let api = server.ready().await;
+    let mut seen: BTreeMap<&str, Vec<Verdicts>> = BTreeMap::new();
+    for sandbox in ["bubblewrap", "process"] {
+        let suites = [
+            ("codex", example("codex", sandbox, FIRST_STEPS, &[])),
+            ("claude", example("claude", sandbox, FIRST_STEPS, &[])),
+            (
+                "conversation",
+                example(
+                    "conversation",
+                    sandbox,
+                    &[("choose-a-colour", "RUN echo white > door.txt")],
+                    &["RUN echo blue > door.txt", "RUN echo dark blue > door.txt"],
+                ),
+            ),
+        ];
+        let mut started = Vec::new();
+        for (name, request) in suites {
+            started.push((name, api.start(&request).await));
+        }
+        for (name, id) in started {
+            let batch = api.ended(&id, PATIENCE).await;
+            for trial in suite::trials(&batch) {
+                assert_eq!(trial["status"], "passed", "{name} on {sandbox}: {trial}");
+                assert!(trial["usage"]["totalTokens"].as_u64() > Some(0), "{name} on {sandbox}: {trial}");
+            }
+            if name == "conversation" {
+                for trial in suite::trials(&batch) {
+                    let turns = trial["fileChanges"].as_array().unwrap();
+                    assert_eq!(turns.len(), 3, "each turn has changed the door: {trial}");
+                }
+            }
+            seen.entry(name).or_default().push(verdicts(&batch));
+        }
+    }
+    for (name, seen) in seen {
+        assert!(
+            seen.windows(2).all(|pair| pair[0] == pair[1]),
+            "{name} ends alike on all sandboxes: {seen:?}"
+        );
+    }
+}
