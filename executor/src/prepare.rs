@@ -21,7 +21,7 @@ use crate::{
     bundle::{self, Bundle},
     output,
     setup::memory_diagnostics,
-    trial::{Attempt, StepResult, Stop, called},
+    trial::{Attempt, StepResult, Stop, called, secrets},
 };
 
 /// How long the step may take.
@@ -86,15 +86,15 @@ pub(crate) async fn run(attempt: &mut Attempt<'_>, account: &mut Account) -> Res
         return Err(Stop::lost("what was prepared is not what it was"));
     }
     let value = value.unwrap_or_default();
-    let secrets = attempt.lease.variables.values().map(String::as_str);
+    let known: Vec<&str> = secrets(attempt.lease).collect();
     // A word of the value that is no secret by its name or its look stays readable in what the agent says.
     let mut own = Vec::new();
     if let Ok(Value::Object(map)) = serde_json::from_str(&value) {
         secret_texts("", &Value::Object(map), &mut own);
     }
-    attempt.redactor = Arc::new(Redactor::new(secrets.clone().chain(own.iter().map(String::as_str))));
+    attempt.redactor = Arc::new(Redactor::new(known.iter().copied().chain(own.iter().map(String::as_str))));
     attempt.prepared = Prepared {
-        redactor: Arc::new(Redactor::new(secrets.chain([value.as_str()]))),
+        redactor: Arc::new(Redactor::new(known.iter().copied().chain([value.as_str()]))),
         value,
     };
     Ok(())

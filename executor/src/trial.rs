@@ -170,9 +170,14 @@ pub(crate) struct Attempt<'a> {
     timed: Mutex<Vec<Timed>>,
 }
 
+/// Every secret that a lease brings. Whoever makes another redactor for the trial begins with these.
+pub(crate) fn secrets(lease: &Lease) -> impl Iterator<Item = &str> {
+    lease.variables.values().chain(lease.credential.values()).map(String::as_str)
+}
+
 /// Runs the trial of a lease, or what is left of it.
 pub(crate) async fn run(worker: &Worker, lease: &Lease) -> Ended {
-    let redactor = Arc::new(Redactor::new(lease.variables.values().chain(lease.credential.values())));
+    let redactor = Arc::new(Redactor::new(secrets(lease)));
     match attempt(worker, lease, redactor.clone()).await {
         Ok(outcome) => Ended::Outcome(Box::new(outcome)),
         Err(Stop::Failed(kind, reason)) => Ended::Failed(kind, outcome::failure_text(&redactor.text(&reason))),

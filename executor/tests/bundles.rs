@@ -258,14 +258,24 @@ async fn prepare_steps() {
 async fn what_was_prepared_is_nowhere_kept() {
     let prepare = r#"const key = "swordfish-" + 6 * 7; fs.writeFileSync("key", key);
         console.log("SPHYNX_PREPARE_RESULT=" + JSON.stringify({ apiKey: key, nested: [{ note: "blue moon " + 6 * 7 }] }))"#;
-    let run = r#"printf '{"_tag":"Message","role":"assistant","text":"the key is %s"}\n' "$(cat key)"; printf '{"_tag":"Command","command":"ls","exitCode":0,"output":"%s"}\n' "$(ls -a $HOME)""#;
+    let run = r#"printf '{"_tag":"Message","role":"assistant","text":"a credential word, a variable word"}\n'
+        printf '{"_tag":"Message","role":"assistant","text":"the key is %s"}\n' "$(cat key)"; printf '{"_tag":"Command","command":"ls","exitCode":0,"output":"%s"}\n' "$(ls -a $HOME)""#;
     let checks = r#"const value = JSON.parse(process.env.SPHYNX_PREPARE_VALUE);
         const said = fs.readFileSync(process.env.SPHYNX_ANSWER_FILE, "utf8");
-        say({ id: "code:0", status: said === "the key is " + value.apiKey ? "passed" : "failed", message: value.apiKey, output: text(value.nested[0].note), input: text(value.apiKey) });
+        say({ id: "code:0", status: said === "the key is " + value.apiKey ? "passed" : "failed", message: value.apiKey, output: text(value.nested[0].note), input: text(value.apiKey), metadata: text("a credential word, a variable word") });
         end(true)"#;
     for provider in PROVIDERS {
         let case = json!({ "prepare": { "name": "key", "source": format!("{TOOLS}{prepare}") }, "validator": validator(&["one"], checks) });
-        let (grid, told) = trial(provider, &request(&format!("trap - DEBUG; {run}"), case, json!({}))).await;
+        let mut grid = Grid::new().await;
+        let mut lease = grid.lease(
+            7,
+            &request(&format!("trap - DEBUG; {run}"), case, json!({ "variables": ["TOKEN"] })),
+        );
+        lease.provider = provider.into();
+        // What the trial knew before stays secret, too.
+        lease.credential.insert("apiKey".into(), "credential word".into());
+        lease.variables.insert("TOKEN".into(), "variable word".into());
+        let told = grid.trial(lease).await;
         let evidence = grid.evidence(told.outcome());
         assert_eq!(verdict(told.outcome()), "passed", "{:#?}", evidence.validations);
         let mut kept = format!("{:?}", told.outcome());
@@ -273,7 +283,9 @@ async fn what_was_prepared_is_nowhere_kept() {
         told.steps
             .iter()
             .for_each(|step| kept.push_str(&String::from_utf8_lossy(&step.result)));
-        assert!(!kept.contains("swordfish-42") && !kept.contains("blue moon 42"), "{kept}");
+        for secret in ["swordfish-42", "blue moon 42", "credential word", "variable word"] {
+            assert!(!kept.contains(secret), "{secret}: {kept}");
+        }
         assert!(kept.contains("the key is [redacted]"));
         assert!(!kept.contains(".sphynx-prepare"), "the bundle is gone before the agent comes");
     }
