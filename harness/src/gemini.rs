@@ -29,7 +29,7 @@ static INSTALL: Install = Install {
     node: true,
 };
 
-/// `gemini --prompt`, with `--resume` for later turns.
+/// `gemini --prompt`, one turn: its `--resume` sends the result of each earlier tool call twice, which a model server that counts them refuses.
 #[derive(Clone, Copy, Debug)]
 pub struct Gemini;
 
@@ -62,7 +62,6 @@ impl Harness for Gemini {
         command
             .args(["--skip-trust", "--yolo", "--output-format", "stream-json"])
             .option("--model", Some(&setting.model))
-            .option("--resume", turn.session_id)
             // One argument, so that a prompt with a dash in front is none of its own.
             .args([format!("--prompt={}", turn.prompt).as_str()])
             .env([
@@ -132,6 +131,7 @@ impl Parser for Reader {
     }
 
     fn finish(&mut self, to: &mut Transcript<'_>) {
+        to.no_later_turn();
         // Exit statuses are in no event.
         to.lower(
             |coverage| &mut coverage.status,

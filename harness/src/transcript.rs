@@ -200,6 +200,11 @@ impl Transcript<'_> {
         });
     }
 
+    /// Nothing can go on with the session.
+    pub(crate) fn no_later_turn(&mut self) {
+        self.end.session_id = None;
+    }
+
     /// The model that the agent says it uses. Another one than was asked for is a failure.
     pub(crate) fn model(&mut self, reported: &str) {
         if reported.is_empty() {

@@ -138,7 +138,7 @@ fn command_lines() {
     );
     let gemini = "/tools/gemini-0.61.0/node_modules/.bin/gemini --skip-trust --yolo --output-format stream-json --model m-1";
     check("gemini", &plain, None, &format!("{gemini} --prompt=do it"));
-    check("gemini", &server, Some("s"), &format!("{gemini} --resume s --prompt=do it"));
+    check("gemini", &server, None, &format!("{gemini} --prompt=do it"));
     let qwen = "/tools/qwen-0.15.10/node_modules/.bin/qwen --auth-type openai --yolo --output-format stream-json --model m-1";
     check("qwen", &plain, None, &format!("{qwen} do it"));
     check("qwen", &server, Some("s"), &format!("{qwen} --resume s do it"));
