@@ -141,3 +141,47 @@ async fn failures_void_the_trial_and_say_why() {
         "codex was waiting for its model server: Reconnecting... waiting for network"
     );
 }
+
+/// A model server that limits requests costs a trial its slot for a while, and nothing else.
+#[tokio::test]
+async fn a_limited_turn_is_begun_again_later_in_the_same_sandbox() {
+    let limited = r#"printf '{"type":"turn.failed","error":{"message":"exceeded retry limit, last status: 429"}}\n'; exit 1"#;
+    let answer = r#"printf '{"type":"item.completed","item":{"id":"i","type":"agent_message","text":"%s"}}\n' "$(wc -l < $HOME/tries)"
+        printf '{"type":"turn.completed","usage":{"input_tokens":1,"output_tokens":1}}\n'"#;
+    // How many tries fail, what each of them tells, and how the trial ends.
+    for (failing, pauses, status, text) in [
+        (2, &[5_000, 15_000][..], TrialStatus::Passed, "3"),
+        (9, &[5_000, 15_000, 45_000], TrialStatus::Void, "limits its requests (429)"),
+    ] {
+        let mut grid = Grid::new().await;
+        let script = format!("echo try >> $HOME/tries; if [ $(wc -l < $HOME/tries) -le {failing} ]; then {limited}; fi\n{answer}");
+        stand_in(&grid, "codex", &script);
+        let case = json!({ "source": { "kind": "empty" }, "verify": "true" });
+        let mut request = request("", case, json!({}));
+        request["variants"] = json!([{ "harness": "codex", "model": "m", "sandbox": "e2b" }]);
+        let mut lease = grid.lease(7, &request);
+        lease.credential = [("apiKey".to_owned(), "a-secret-key".to_owned())].into();
+        lease.model_key = "codex/m".into();
+        let executor = grid.executor();
+        let mut session = grid.session().await;
+        for pause in pauses {
+            session.lease(&lease).await;
+            let told = session.until(|told| told.credits == 1).await;
+            assert_eq!(told.throttled, [(lease.token, "codex/m".to_owned(), *pause)]);
+            assert!(told.results.is_empty() && told.failures.is_empty() && told.destroyed.is_empty());
+            assert_eq!(grid.sandboxes().len(), 1, "it waits for the next attempt");
+            lease.steps.extend(told.recorded());
+            (lease.token, lease.adopt) = (lease.token + 1, true);
+        }
+        session.lease(&lease).await;
+        let told = session.until(|told| told.credits == 1).await;
+        let outcome = told.outcome();
+        assert_eq!(outcome.status(), status, "{outcome:?}");
+        match &outcome.failure {
+            Some(failure) => assert!(failure.contains(text), "{failure}"),
+            None => assert_eq!(messages(&grid.evidence(outcome)), [text]),
+        }
+        assert!(grid.sandboxes().is_empty(), "everything is gone");
+        executor.stop().await;
+    }
+}

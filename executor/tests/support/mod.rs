@@ -439,6 +439,8 @@ pub struct Told {
     pub steps: Vec<StepRecord>,
     pub results: Vec<(u64, TrialOutcome)>,
     pub failures: Vec<(u64, i32, String)>,
+    /// (token, model key, when to ask again in ms)
+    pub throttled: Vec<(u64, String, u64)>,
     pub destroyed: Vec<String>,
     pub credits: u32,
     pub reports: Vec<Report>,
@@ -473,6 +475,9 @@ impl Told {
                 .iter()
                 .map(|failure| (failure.token, failure.kind, failure.reason.clone())),
         );
+        let throttled = report.throttled.iter();
+        self.throttled
+            .extend(throttled.map(|told| (told.token, told.model_key.clone(), told.retry_after_ms)));
         self.destroyed.extend(report.destroyed.iter().cloned());
         self.credits += report.credits;
         self.reports.push(report);
