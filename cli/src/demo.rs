@@ -41,7 +41,8 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
         true => ProcessPolicy::On,
         false => ProcessPolicy::IfNoBubblewrap,
     };
-    let mut all = All::start(&data, grpc, http, &flags, &options.executor, policy, isolated.is_ok()).await?;
+    let sandboxes: &[&str] = if isolated.is_ok() { &["bubblewrap"] } else { &[] };
+    let mut all = All::start(&data, grpc, http, &flags, &options.executor, policy, sandboxes).await?;
     let key = client::secret(&all.data.join("api-key"), "the API key", "EVALGRID_API_KEY")?;
     let places = Places {
         data: all.data.clone(),

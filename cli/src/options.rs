@@ -215,12 +215,21 @@ pub(crate) struct ExecutorFlags {
         action = ArgAction::Set, value_parser = BoolishValueParser::new()
     )]
     pub(crate) enable_process_sandbox: bool,
-    /// Whether sandboxes may use the network; agents need it for their models. Example: --network=false
-    #[arg(
-        long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "true",
-        action = ArgAction::Set, value_parser = BoolishValueParser::new()
-    )]
-    pub(crate) network: bool,
+    /// What isolated sandboxes may reach: host (all that this machine does; agents need their models), off, or a list. Example: --sandbox-network allow=api.openai.com:443,localhost:8080
+    #[arg(long, value_name = "NETWORK", default_value = "host")]
+    pub(crate) sandbox_network: Network,
+    /// Whether Docker sandboxes are offered: auto (where a daemon answers and has the image), off, or the daemon's socket. Example: --docker unix:///var/run/docker.sock
+    #[arg(long, value_name = "DOCKER", default_value = "auto", value_parser = docker)]
+    pub(crate) docker: DockerPolicy,
+    /// The image of Docker sandboxes, by tag or digest; docs/sandboxes.md tells how to build it. Example: --docker-image my-agents:7
+    #[arg(long, value_name = "IMAGE", default_value = "evalgrid/agents:1")]
+    pub(crate) docker_image: String,
+    /// Instead of --docker-image: a Dockerfile that the image is built from, once for each content, without files to copy. Example: --docker-file agents.Dockerfile
+    #[arg(long, value_name = "FILE")]
+    pub(crate) docker_file: Option<PathBuf>,
+    /// Processors that each Docker sandbox may keep busy; no limit by default. Example: --docker-cpus 1.5
+    #[arg(long, value_name = "N", value_parser = cpus)]
+    pub(crate) docker_cpus: Option<f64>,
     /// Memory that a sandbox may use, where this machine can limit it, in MiB. Example: --sandbox-memory 8192
     #[arg(long, value_name = "MIB", default_value = "4096", value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
     pub(crate) sandbox_memory: u64,
@@ -468,6 +477,20 @@ fn size(text: &str) -> Result<u64, String> {
 fn rate(text: &str) -> Result<f64, String> {
     let rate = text.parse().ok().filter(|rate| (0.0..=1.0).contains(rate));
     rate.ok_or_else(|| "expected a number from 0 to 1, such as 0.9".to_owned())
+}
+
+fn docker(text: &str) -> Result<DockerPolicy, String> {
+    match (text, text.strip_prefix("unix://")) {
+        ("auto", _) => Ok(DockerPolicy::Auto),
+        ("off", _) => Ok(DockerPolicy::Off),
+        (_, Some(path)) if path.starts_with('/') => Ok(DockerPolicy::At(path.into())),
+        _ => Err("expected auto, off, or unix:///PATH of a daemon on this machine".to_owned()),
+    }
+}
+
+fn cpus(text: &str) -> Result<f64, String> {
+    let cpus = text.parse().ok().filter(|cpus| (0.01..=1024.0).contains(cpus));
+    cpus.ok_or_else(|| "expected a number from 0.01 to 1024, such as 1.5".to_owned())
 }
 
 fn mapping(text: &str) -> Result<(String, String), String> {

@@ -10,9 +10,9 @@ use std::{
 
 use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_domain::{credential, request::Harness};
-use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy};
+use evalgrid_executor::{DockerUse, ExecutorError, ExecutorOptions, ProcessPolicy};
 use evalgrid_harness::Source;
-use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits};
+use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, DockerImage, Limits};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
 use evalgrid_store::{
     IndexError, LogError,
@@ -39,8 +39,11 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
     let grpc = listen(options.grpc.grpc, "--grpc").await?;
     let http = listen(options.http.http, "--http").await?;
     let policy = process_policy(&options.executor);
-    let isolated = bubblewrap_works(&options.executor).await;
-    if let (Err(reason), ProcessPolicy::Off) = (&isolated, policy) {
+    let mut isolated = Vec::new();
+    let bubblewrap = bubblewrap_works(&options.executor).await;
+    isolated.extend(bubblewrap.is_ok().then_some("bubblewrap"));
+    isolated.extend(docker_works(&options.executor).await?.then_some("docker"));
+    if let (Err(reason), true, ProcessPolicy::Off) = (&bubblewrap, isolated.is_empty(), policy) {
         return Err(Failure::new(format!("no sandbox works here: {reason}"), NO_SANDBOX));
     }
     let all = All::start(
@@ -50,7 +53,7 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
         &options.scheduler,
         &options.executor,
         policy,
-        isolated.is_ok(),
+        &isolated,
     )
     .await?;
     let data = all.data.display();
@@ -187,7 +190,8 @@ pub(crate) struct All {
 }
 
 impl All {
-    /// Opens the data folder and starts the roles on the listeners. `isolated`: bubblewrap works here, so it runs what asks for e2b.
+    /// Opens the data folder and starts the roles on the listeners. `isolated`: providers that isolate and work here; the first runs what
+    /// asks for e2b.
     pub(crate) async fn start(
         data: &Path,
         grpc: TcpListener,
@@ -195,17 +199,16 @@ impl All {
         scheduler: &options::SchedulerFlags,
         executor: &options::ExecutorFlags,
         policy: ProcessPolicy,
-        isolated: bool,
+        isolated: &[&'static str],
     ) -> Result<All, Failure> {
-        let providers: &[&str] = match (isolated, policy) {
-            (true, ProcessPolicy::On) => &["bubblewrap", "process"],
-            (true, _) => &["bubblewrap"],
-            (false, _) => &["process"],
-        };
+        let mut providers = isolated.to_vec();
+        if isolated.is_empty() || policy == ProcessPolicy::On {
+            providers.push("process");
+        }
         let (grpc_url, http_url) = (url(local(&grpc)?), url(local(&http)?));
         let own = executor.tools.harness_binary.iter().map(|(harness, _)| harness);
         let own = harnesses(scheduler.own_harnesses.iter().chain(own));
-        let opened = open(data, scheduler, providers, |choices| choices.harnesses = own).await?;
+        let opened = open(data, scheduler, &providers, |choices| choices.harnesses = own).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
         let executor = executor_options(data.join(WORK), vec![grpc_url.clone()], token, executor, policy)?;
@@ -424,7 +427,15 @@ fn executor_options(
         worker_token,
         slots: flags.slots.unwrap_or_else(default_slots),
         process_sandbox,
-        network: flags.network,
+        docker: DockerUse {
+            policy: flags.docker.clone(),
+            image: match &flags.docker_file {
+                Some(path) => DockerImage::File(absolute(path)),
+                None => DockerImage::Name(flags.docker_image.clone()),
+            },
+            cpus: flags.docker_cpus,
+        },
+        network: flags.sandbox_network.clone(),
         supervisor_executable,
         limits: Limits {
             memory_bytes: flags.sandbox_memory << 20,
@@ -443,7 +454,7 @@ fn default_slots() -> u32 {
 pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(), String> {
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
     let options = BubblewrapOptions {
-        network: flags.network,
+        network: flags.sandbox_network.clone(),
         ..BubblewrapOptions::default()
     };
     let provider = BubblewrapProvider::new(folder.path(), None, options).map_err(|error| error.to_string())?;
@@ -452,9 +463,18 @@ pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(
         .unwrap_or_else(|_| Err("making a sandbox takes too long".to_owned()))
 }
 
+/// Whether Docker makes sandboxes here, as the flags have it.
+async fn docker_works(flags: &options::ExecutorFlags) -> Result<bool, Failure> {
+    let failed = |error: io::Error| Failure::new(format!("no temporary folder can be made: {error}"), "Is the disk full?");
+    let folder = tempfile::tempdir().map_err(failed)?;
+    let options = executor_options(folder.path().to_owned(), Vec::new(), String::new(), flags, ProcessPolicy::Off)?;
+    // The executor says why not.
+    Ok(matches!(evalgrid_executor::open_docker(&options, "probe").await, Some(Ok(_))))
+}
+
 /// Names of the sandboxes that the executor of [`All`] has on this machine.
 pub(crate) fn sandboxes(data: &Path) -> Vec<String> {
-    let folders = ["bubblewrap", "process"].map(|provider| data.join(WORK).join(provider));
+    let folders = ["bubblewrap", "docker", "process"].map(|provider| data.join(WORK).join(provider));
     // A folder that cannot be read holds nothing that could be waited for.
     let entries = folders
         .iter()

@@ -10,6 +10,7 @@ mod bundle;
 mod cache;
 mod changes;
 mod check;
+mod docker;
 mod folder;
 mod layers;
 mod link;
@@ -38,12 +39,13 @@ use std::{
     time::Duration,
 };
 
-use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits, ProcessProvider, SandboxError, SandboxProvider};
+use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, Limits, Network, ProcessProvider, SandboxError, SandboxProvider};
 use tokio::{
     sync::watch,
     time::{Instant, sleep_until, timeout},
 };
 
+pub use docker::{DockerPolicy, DockerUse, open_docker};
 pub use folder::FolderError;
 pub use link::AddressError;
 pub use tools::{ToolError, ToolOptions, ToolState, Tools};
@@ -83,8 +85,10 @@ pub struct ExecutorOptions {
     pub slots: u32,
     /// Whether sandboxes without isolation are offered.
     pub process_sandbox: ProcessPolicy,
-    /// Whether bubblewrap sandboxes share the host's network.
-    pub network: bool,
+    /// Whether and how Docker sandboxes are offered.
+    pub docker: DockerUse,
+    /// What sandboxes may reach, where they are isolated.
+    pub network: Network,
     /// The program whose `main` calls [`evalgrid_sandbox::run_if_helper`].
     pub supervisor_executable: PathBuf,
     /// Of each sandbox.
@@ -111,6 +115,20 @@ pub enum ExecutorError {
     /// The scheduler does not know the token, and never has.
     #[error("{0} does not accept this workers' token; set EVALGRID_WORKER_TOKEN to what is in the scheduler's DATA/worker-token")]
     Refused(String),
+    /// Docker, which was asked for.
+    #[error("the docker sandboxes: {0}")]
+    Docker(String),
+    /// Docker sandboxes of an earlier run are there, and no Docker is.
+    #[error(
+        "sandboxes of Docker are left in {folder}, and without Docker they cannot be removed ({reason}); let --docker name the daemon, or \
+         remove its containers with the label evalgrid.owner and then that folder"
+    )]
+    DockerLeft {
+        /// Where.
+        folder: PathBuf,
+        /// Why there is no Docker.
+        reason: String,
+    },
     /// There is no provider at all.
     #[error("no kind of sandbox works here: {0}")]
     NoSandbox(String),
@@ -122,7 +140,7 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
     let client = Client::new(&options.schedulers, &options.worker_token)?;
     let objects = Objects::new(Client::new(&options.schedulers, &options.worker_token)?);
     let tools = Tools::new(options.tools.clone())?;
-    let providers = providers(&options, tools.folder()).await?;
+    let providers = providers(&options, tools.folder(), &folder.worker_id).await?;
     let shared: Vec<_> = evalgrid_harness::shared_files()
         .into_iter()
         .map(|file| (file.path, file.content))
@@ -188,7 +206,11 @@ async fn stay_connected(worker: &Arc<Worker>, client: &Client) {
 }
 
 /// The kinds of sandboxes that work here.
-async fn providers(options: &ExecutorOptions, tools: &Path) -> Result<BTreeMap<&'static str, Arc<dyn SandboxProvider>>, ExecutorError> {
+async fn providers(
+    options: &ExecutorOptions,
+    tools: &Path,
+    worker: &str,
+) -> Result<BTreeMap<&'static str, Arc<dyn SandboxProvider>>, ExecutorError> {
     let mut providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>> = BTreeMap::new();
     let executable = || Some(options.supervisor_executable.clone());
     let refused = match bubblewrap(options, executable(), tools).await {
@@ -198,6 +220,9 @@ async fn providers(options: &ExecutorOptions, tools: &Path) -> Result<BTreeMap<&
         }
         Err(reason) => Some(reason),
     };
+    if let Some(provider) = docker::provider(options, tools, worker).await? {
+        providers.insert("docker", Arc::new(provider));
+    }
     match (options.process_sandbox, &refused) {
         (ProcessPolicy::On, _) => tracing::warn!("process sandboxes are on: what runs in them is not isolated from this machine at all"),
         (ProcessPolicy::IfNoBubblewrap, Some(reason)) => {
@@ -205,8 +230,8 @@ async fn providers(options: &ExecutorOptions, tools: &Path) -> Result<BTreeMap<&
                 "bubblewrap does not work here ({reason}), so agents run as plain processes, not isolated from this machine at all"
             );
         }
-        (_, Some(reason)) => return Err(ExecutorError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off"))),
-        (_, None) => return Ok(providers),
+        (_, Some(reason)) if providers.is_empty() => return Err(ExecutorError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off"))),
+        _ => return Ok(providers),
     }
     let process = ProcessProvider::new(options.work.join("process"), executable()).and_then(|provider| provider.with_tools(tools));
     providers.insert(
@@ -218,7 +243,7 @@ async fn providers(options: &ExecutorOptions, tools: &Path) -> Result<BTreeMap<&
 
 async fn bubblewrap(options: &ExecutorOptions, executable: Option<PathBuf>, tools: &Path) -> Result<BubblewrapProvider, String> {
     let bubblewrap = BubblewrapOptions {
-        network: options.network,
+        network: options.network.clone(),
         ..BubblewrapOptions::default()
     };
     let provider = BubblewrapProvider::new(options.work.join("bubblewrap"), executable, bubblewrap)

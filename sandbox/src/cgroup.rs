@@ -41,7 +41,7 @@ struct Parent {
 }
 
 /// What a provider can enforce on this host.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Enforcement {
     /// Memory limits hold.
     pub memory: bool,
@@ -175,6 +175,10 @@ fn memory_limit(version: u8) -> &'static str {
     if version == 2 { "memory.max" } else { "memory.limit_in_bytes" }
 }
 
+fn memory_events(version: u8) -> &'static str {
+    if version == 2 { "memory.events" } else { "memory.oom_control" }
+}
+
 impl Parent {
     fn group(&self, name: &str) -> PathBuf {
         self.folder.join(format!("evalgrid-{name}.{}", std::process::id()))
@@ -235,12 +239,7 @@ impl Group {
                     _ => {}
                 }
             }
-            let events = if parent.version == 2 {
-                "memory.events"
-            } else {
-                "memory.oom_control"
-            };
-            group.events = Some(File::open(folder.join(events))?);
+            group.events = Some(File::open(folder.join(memory_events(parent.version)))?);
         }
         if let Some(parent) = &plan.pids {
             let folder = parent.group(name);
@@ -249,6 +248,26 @@ impl Group {
             group.pids = Some((File::open(folder.join("pids.current"))?, max, limits.pids));
         }
         Ok(group)
+    }
+
+    /// The groups that somebody else has made around a process: nothing to join, set or remove, but there is what happened in it.
+    pub fn around(process: Pid, limits: Limits) -> Self {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        let mounts = read("/proc/self/mountinfo");
+        let own = read(&format!("/proc/{}/cgroup", process.as_raw_nonzero()));
+        let open = |parent: &Parent, file: &str| File::open(parent.folder.join(file)).ok();
+        let pids = find_parent(&mounts, &own, "pids").and_then(|parent| {
+            let max = OpenOptions::new().write(true).open(parent.folder.join("pids.max"));
+            // Without the right to write, what is written is lost, which is fine.
+            let max = max.ok().or_else(|| open(&parent, "pids.max"))?;
+            Some((open(&parent, "pids.current")?, max, limits.pids))
+        });
+        Self {
+            folders: Vec::new(),
+            events: find_parent(&mounts, &own, "memory").and_then(|parent| open(&parent, memory_events(parent.version))),
+            pids,
+            kills_seen: 0,
+        }
     }
 
     /// Files to write `0` to, for a process that joins.

@@ -3,11 +3,15 @@
 use std::{
     fs::File,
     io::{self, Read, Write},
+    os::{
+        fd::{AsFd, AsRawFd},
+        unix::fs::PermissionsExt as _,
+    },
     path::{Component, Path},
 };
 
 use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt, Permissions, PermissionsExt};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Gid, Mode, OFlags, Uid};
 
 use crate::Base;
 
@@ -48,11 +52,20 @@ fn options() -> OpenOptions {
     options
 }
 
-/// Writes one file, making folders. Mode 0644, or 0600 if `private`.
-pub fn write(sandbox: &Path, base: Base, path: &str, bytes: &[u8], private: bool) -> io::Result<()> {
+/// User and group.
+pub type Owner = (u32, u32);
+
+/// Gives what was just made to whom it is for.
+fn give(file: impl AsFd, owner: Option<Owner>) -> io::Result<()> {
+    let Some((user, group)) = owner else { return Ok(()) };
+    Ok(rustix::fs::fchown(file, Some(Uid::from_raw(user)), Some(Gid::from_raw(group)))?)
+}
+
+/// Writes one file, making folders. Mode 0644, or 0600 if `private`. All that is made is `owner`'s, where there is one.
+pub fn write(sandbox: &Path, base: Base, path: &str, bytes: &[u8], private: bool, owner: Option<Owner>) -> io::Result<()> {
     let folder = open(sandbox, base)?;
     let path = relative(path)?;
-    make_folders(&folder, path)?;
+    make_folders(&folder, path, owner)?;
     let mode = if private { 0o600 } else { 0o644 };
     // Not truncated before it is known to be a file of the right mode.
     let mut file = folder.open_with(path, options().write(true).create(true).mode(mode))?;
@@ -60,11 +73,12 @@ pub fn write(sandbox: &Path, base: Base, path: &str, bytes: &[u8], private: bool
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it exists and is not a regular file"));
     }
     file.set_permissions(Permissions::from_mode(mode))?;
+    give(&file, owner)?;
     file.set_len(0)?;
     file.write_all(bytes)
 }
 
-fn make_folders(base: &Dir, path: &Path) -> io::Result<()> {
+fn make_folders(base: &Dir, path: &Path, owner: Option<Owner>) -> io::Result<()> {
     let Some(parent) = path.parent() else { return Ok(()) };
     let mut missing = Vec::new();
     for folder in parent.ancestors().filter(|f| !f.as_os_str().is_empty()) {
@@ -76,6 +90,7 @@ fn make_folders(base: &Dir, path: &Path) -> io::Result<()> {
     for folder in missing.into_iter().rev() {
         base.create_dir(folder)?;
         base.set_permissions(folder, Permissions::from_mode(0o755))?;
+        give(base.open_with(folder, options().read(true))?.as_fd(), owner)?;
     }
     Ok(())
 }
@@ -113,15 +128,35 @@ pub fn remove(sandbox: &Path, base: Base, path: &str) -> io::Result<()> {
     }
 }
 
-/// Makes the workspace again where it is not a folder.
-pub fn ensure_workspace(sandbox: &Path) -> io::Result<()> {
-    let workspace = sandbox.join(folder_name(Base::Workspace));
-    match workspace.symlink_metadata() {
-        Ok(m) if m.is_dir() => return Ok(()),
-        Ok(_) => std::fs::remove_file(&workspace)?,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+/// Makes the workspace and the home again where they are not folders, and opens them to their owner where they are closed.
+pub fn ensure_workspace(sandbox: &Path, owner: Option<Owner>) -> io::Result<()> {
+    [Base::Workspace, Base::Home]
+        .into_iter()
+        .try_for_each(|base| ensure(&sandbox.join(folder_name(base)), owner))
+}
+
+fn ensure(folder: &Path, owner: Option<Owner>) -> io::Result<()> {
+    const MODE: u32 = 0o755;
+    let made = match folder.symlink_metadata() {
+        Ok(m) if m.is_dir() && m.permissions().mode() & 0o700 == 0o700 => return Ok(()),
+        Ok(m) if m.is_dir() => false,
+        Ok(_) => {
+            std::fs::remove_file(folder)?;
+            true
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => true,
         Err(e) => return Err(e),
+    };
+    if made {
+        std::fs::create_dir(folder)?;
     }
-    std::fs::create_dir(&workspace)?;
-    std::fs::set_permissions(&workspace, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+    // Opened without the right to read, so that it may be closed to its owner, and never through a link that somebody puts there meanwhile.
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let opened = File::from(rustix::fs::open(folder, flags, Mode::empty())?);
+    let by_descriptor = format!("/proc/self/fd/{}", opened.as_raw_fd());
+    std::fs::set_permissions(&by_descriptor, std::fs::Permissions::from_mode(MODE))?;
+    match (made, owner) {
+        (true, Some((user, group))) => std::os::unix::fs::chown(&by_descriptor, Some(user), Some(group)),
+        _ => Ok(()),
+    }
 }

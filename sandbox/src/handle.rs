@@ -16,7 +16,9 @@ use async_trait::async_trait;
 use crate::{
     Base, Sandbox, SandboxError, StepCommand, StepExit, StepOutput,
     client::Client,
-    files, journal, layers,
+    docker::Engine,
+    files::{self, Owner},
+    journal, layers,
     layout::{self, Layout},
     protocol::{ExitRecord, Reply, Request},
 };
@@ -35,6 +37,10 @@ pub struct Handle {
     layout: Layout,
     inside: Inside,
     base: Option<PathBuf>,
+    /// Whose the files are, where they are not this process's.
+    owner: Option<Owner>,
+    /// Who knows how the container ended, where it is one.
+    engine: Option<Arc<Engine>>,
     /// A connection that is not in use.
     idle: Mutex<Option<Client>>,
 }
@@ -62,7 +68,28 @@ impl Handle {
             layout,
             inside,
             base,
+            owner: None,
+            engine: None,
             idle: Mutex::new(Some(client)),
+        }
+    }
+
+    /// For a sandbox that is a container.
+    pub fn with_container(self, owner: Option<Owner>, engine: Option<Arc<Engine>>) -> Self {
+        Self { owner, engine, ..self }
+    }
+
+    /// Adds to the loss of a container what the daemon knows about it.
+    async fn explained<T>(&self, result: Result<T, SandboxError>) -> Result<T, SandboxError> {
+        match (result, &self.engine) {
+            (Err(SandboxError::Lost { name, reason }), Some(engine)) => {
+                let reason = match engine.end_of(&name).await {
+                    Some(end) => format!("{reason}: {end}"),
+                    None => reason,
+                };
+                Err(SandboxError::Lost { name, reason })
+            }
+            (result, _) => result,
         }
     }
 
@@ -284,10 +311,11 @@ impl Sandbox for Handle {
     }
 
     async fn write_files(&self, base: Base, files: &[(String, Vec<u8>)], private: bool) -> Result<(), SandboxError> {
-        let files = files.to_vec();
+        let (files, owner) = (files.to_vec(), self.owner);
         let write = move |layout: &Layout| {
             for (path, bytes) in &files {
-                files::write(&layout.folder, base, path, bytes, private).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
+                files::write(&layout.folder, base, path, bytes, private, owner)
+                    .map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
             }
             Ok(())
         };
@@ -309,11 +337,9 @@ impl Sandbox for Handle {
     }
 
     async fn ensure_workspace(&self) -> Result<(), SandboxError> {
-        self.with_files(
-            || "make the workspace again".to_owned(),
-            |layout| files::ensure_workspace(&layout.folder),
-        )
-        .await
+        let owner = self.owner;
+        let make = move |layout: &Layout| files::ensure_workspace(&layout.folder, owner);
+        self.with_files(|| "make the workspace again".to_owned(), make).await
     }
 
     fn folder(&self) -> Option<&Path> {
@@ -338,7 +364,7 @@ impl Sandbox for Handle {
             env: command.env.clone(),
             time_limit_ms: command.time_limit.as_millis() as u64,
         };
-        match self.ask(&request).await {
+        let result = match self.ask(&request).await {
             Answer::Reply(Reply::Exited(record)) => self.exit(&command.step, record),
             Answer::Reply(other) => Err(self.error(&operation, other)),
             // What is finished can be read without a supervisor.
@@ -346,7 +372,8 @@ impl Sandbox for Handle {
                 Ok(Some(record)) => self.exit(&command.step, record),
                 _ => Err(self.gone(&e)),
             },
-        }
+        };
+        self.explained(result).await
     }
 
     async fn ended(&self, step: &str) -> Result<Option<StepExit>, SandboxError> {

@@ -56,6 +56,16 @@ impl Layout {
         self.folder.join("journal")
     }
 
+    /// What is shown as `/etc/hosts`, where the provider does not show the host's.
+    pub fn hosts(&self) -> PathBuf {
+        self.folder.join("hosts")
+    }
+
+    /// The folder of the socket that a container's init connects to; gone when it has.
+    pub fn door(&self) -> PathBuf {
+        self.folder.join("door")
+    }
+
     /// The supervisor's socket.
     pub fn control(&self) -> PathBuf {
         self.folder.join("control")

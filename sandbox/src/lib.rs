@@ -12,8 +12,10 @@
 mod cgroup;
 mod client;
 mod destroy;
+mod docker;
 mod etc;
 mod files;
+mod gate;
 mod handle;
 mod helpers;
 mod init;
@@ -21,6 +23,7 @@ mod inner_protocol;
 mod journal;
 mod layers;
 mod layout;
+mod network;
 mod protocol;
 mod provider;
 mod root;
@@ -31,8 +34,10 @@ mod tree;
 mod zygote;
 
 pub use cgroup::Enforcement;
+pub use docker::{DockerImage, DockerOptions, DockerProvider};
 pub use helpers::{init_main, run_if_helper, zygote_main};
 pub use layout::remove_tree;
+pub use network::{Endpoint, Network, NetworkError};
 pub use provider::{BubblewrapOptions, BubblewrapProvider, ProcessProvider};
 pub use tree::{Budget as CopyBudget, copy as copy_tree};
 
@@ -176,7 +181,7 @@ pub enum SandboxError {
 /// A place that sandboxes come from.
 #[async_trait]
 pub trait SandboxProvider: Send + Sync {
-    /// The name as in a variant: `bubblewrap`, `process`.
+    /// The name as in a variant: `bubblewrap`, `docker`, `process`.
     fn name(&self) -> &'static str;
     /// Makes it and its supervisor. The caller has recorded the intent.
     /// Brings back what of the provider's own folder, shared files included, somebody has deleted meanwhile.
@@ -224,7 +229,8 @@ pub trait Sandbox: Send + Sync {
     async fn read_file(&self, base: Base, path: &str, limit: u64) -> Result<Option<Vec<u8>>, SandboxError>;
     /// Removes a file below `base` if it is there.
     async fn remove_file(&self, base: Base, path: &str) -> Result<(), SandboxError>;
-    /// Makes the workspace again, empty, where it has been deleted or replaced by something that is not a folder.
+    /// Makes the workspace and the home again, empty, where they have been deleted or replaced by something that is not a folder, and opens
+    /// them to their owner where they have been closed.
     async fn ensure_workspace(&self) -> Result<(), SandboxError>;
     /// The sandbox's folder as the executor itself finds it: `home` and `workspace` are in it, and room for files of the executor's own, whose
     /// names start with `changes.`. They go with the sandbox, and nothing inside can reach them where the provider isolates. `None` where the

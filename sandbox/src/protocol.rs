@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, io, path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{Limits, cgroup::Plan, layers::Based};
+use crate::{Limits, cgroup::Plan, layers::Based, network::Network};
 
 /// Largest frame: Linux itself refuses to start a program with more than about 2 MiB of arguments and environment (6 MiB at most).
 pub const MAX_FRAME: usize = 8 * 1024 * 1024;
@@ -40,6 +40,8 @@ pub enum Backend {
     Process { path: String },
     /// Inside one long-lived bubblewrap.
     Bubblewrap(Bubblewrap),
+    /// Inside a container that the executor makes.
+    Docker(Docker),
 }
 
 impl Backend {
@@ -47,6 +49,7 @@ impl Backend {
         match self {
             Self::Process { .. } => "process",
             Self::Bubblewrap(_) => "bubblewrap",
+            Self::Docker(_) => "docker",
         }
     }
 }
@@ -64,8 +67,21 @@ pub struct Bubblewrap {
     pub share: PathBuf,
     /// The folder of programs.
     pub tools: PathBuf,
-    /// Shares the host's network.
-    pub network: bool,
+    /// What is reached.
+    pub network: Network,
+}
+
+/// What a container's supervisor has to know.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Docker {
+    /// The executable that holds the gate.
+    pub executable: PathBuf,
+    /// Variables that the image sets.
+    pub env: BTreeMap<String, String>,
+    /// User and group that the folders belong to, where they are not this process's.
+    pub owner: Option<(u32, u32)>,
+    /// What is reached.
+    pub network: Network,
 }
 
 /// A request to a supervisor. Those that act carry the caller's fencing token.
@@ -96,6 +112,8 @@ pub enum Reply {
     Done,
     /// The step ended.
     Exited(ExitRecord),
+    /// The folders are there: the container may be started, whose init the supervisor waits for. `Done` follows.
+    Prepared,
     /// The name is taken; nothing was made.
     Exists,
     /// A newer token has been seen.

@@ -1,4 +1,4 @@
-//! The two providers of this host: plain processes, and bubblewrap.
+//! The two providers that need nothing but this host: plain processes, and bubblewrap. What they share with `docker`.
 
 use std::{
     collections::BTreeSet,
@@ -24,12 +24,14 @@ use crate::{
     BaseSupport, Enforcement, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, cgroup,
     client::Client,
     destroy,
+    docker::Engine,
     handle::{self, Cancel, Handle, Inside},
     helpers,
     inner_protocol::{HOME, SHARE, TOOLS, WORKSPACE},
     journal,
     layers::{self, Based, Means},
     layout::{self, Layout},
+    network::Network,
     protocol::{Backend, Bubblewrap, Create, Reply, Request},
     root::Root,
     share,
@@ -61,15 +63,15 @@ pub struct BubblewrapProvider {
 pub struct BubblewrapOptions {
     /// The `bwrap` program: a path, or a name to look up in `PATH`.
     pub program: PathBuf,
-    /// Whether sandboxes share the host's network.
-    pub network: bool,
+    /// What sandboxes may reach.
+    pub network: Network,
 }
 
 impl Default for BubblewrapOptions {
     fn default() -> Self {
         Self {
             program: "bwrap".into(),
-            network: true,
+            network: Network::Host,
         }
     }
 }
@@ -120,7 +122,7 @@ impl BubblewrapProvider {
                 etc: root.join(".etc"),
                 share: share::folder(root),
                 tools: root.join(OWN_TOOLS),
-                network: options.network,
+                network: options.network.clone(),
             }))
         };
         Ok(Self {
@@ -152,35 +154,41 @@ impl BubblewrapProvider {
 
     /// Really makes a sandbox, runs `true` in it and destroys it. `Err` says, for people, why that did not work.
     pub async fn probe(&self) -> Result<(), String> {
-        static PROBES: AtomicU64 = AtomicU64::new(0);
-        let name = format!("probe-{}-{}", std::process::id(), PROBES.fetch_add(1, Ordering::Relaxed));
-        let spec = SandboxSpec {
-            name: name.clone(),
-            token: 1,
-            lifetime: Duration::from_secs(60),
-            limits: Limits {
-                memory_bytes: 256 << 20,
-                pids: 32,
-            },
-            base: None,
-        };
-        let command = StepCommand {
-            step: "probe".into(),
-            argv: vec!["true".into()],
-            env: Default::default(),
-            time_limit: Duration::from_secs(30),
-        };
-        let result = async {
-            let exit = self.create(&spec).await?.run(&command).await?;
-            Ok::<_, SandboxError>(exit.code)
+        match try_out(self, &["true"]).await? {
+            0 => Ok(()),
+            code => Err(format!("`true` ended with status {code} in bubblewrap")),
         }
-        .await;
-        let destroyed = self.destroy(&name).await;
-        match (result, destroyed) {
-            (Ok(0), Ok(())) => Ok(()),
-            (Ok(code), Ok(())) => Err(format!("`true` ended with status {code} in bubblewrap")),
-            (Err(e), _) | (_, Err(e)) => Err(e.to_string()),
-        }
+    }
+}
+
+/// Makes a sandbox, runs a command in it, destroys it. The command's exit status, or, for people, what did not work.
+pub(crate) async fn try_out(provider: &dyn SandboxProvider, argv: &[&str]) -> Result<i32, String> {
+    static PROBES: AtomicU64 = AtomicU64::new(0);
+    let name = format!("probe-{}-{}", std::process::id(), PROBES.fetch_add(1, Ordering::Relaxed));
+    let spec = SandboxSpec {
+        name: name.clone(),
+        token: 1,
+        lifetime: Duration::from_secs(60),
+        limits: Limits {
+            memory_bytes: 256 << 20,
+            pids: 32,
+        },
+        base: None,
+    };
+    let command = StepCommand {
+        step: "probe".into(),
+        argv: argv.iter().map(|a| (*a).to_owned()).collect(),
+        env: Default::default(),
+        time_limit: Duration::from_secs(30),
+    };
+    let result = async {
+        let exit = provider.create(&spec).await?.run(&command).await?;
+        Ok::<_, SandboxError>(exit.code)
+    }
+    .await;
+    match (result, provider.destroy(&name).await) {
+        (Ok(code), Ok(())) => Ok(code),
+        (Err(e), _) | (_, Err(e)) => Err(e.to_string()),
     }
 }
 
@@ -260,19 +268,21 @@ impl SandboxProvider for BubblewrapProvider {
     }
 }
 
-/// What both providers share.
-struct Core {
-    provider: &'static str,
-    root: Arc<Root>,
+/// What all providers share.
+pub(crate) struct Core {
+    pub provider: &'static str,
+    pub root: Arc<Root>,
     /// Absolute. Whoever makes a sandbox sees to it that it is there.
-    tools: PathBuf,
-    executable: PathBuf,
+    pub tools: PathBuf,
+    pub executable: PathBuf,
     boot_id: String,
     backend: Backend,
     plan: cgroup::Plan,
     enforcement: Enforcement,
     /// How sandboxes are made from bases.
-    means: Means,
+    pub means: Means,
+    /// Who knows how a container ended.
+    engine: Option<Arc<Engine>>,
     zygote: Mutex<Option<Zygote>>,
 }
 
@@ -284,7 +294,7 @@ struct Zygote {
 }
 
 impl Core {
-    fn new(
+    pub fn new(
         root: &Path,
         executable: Option<PathBuf>,
         backend: impl FnOnce(&Path, &Path) -> io::Result<Backend>,
@@ -297,7 +307,7 @@ impl Core {
             let backend = backend(&root, &executable)?;
             let etc = match &backend {
                 Backend::Bubblewrap(bubblewrap) => Some(bubblewrap.etc.clone()),
-                Backend::Process { .. } => None,
+                Backend::Process { .. } | Backend::Docker(_) => None,
             };
             Ok((Root::new(root, etc)?, executable, layout::boot_id()?, backend))
         };
@@ -305,8 +315,15 @@ impl Core {
             provider,
             reason: e.to_string(),
         })?;
-        let (plan, enforcement) = cgroup::probe();
-        let (means, bases) = layers::choose(&root.path);
+        // A container comes with groups of its own, and where its daemon lives nobody may see mounts that are made here.
+        let (plan, enforcement, means, bases) = match backend {
+            Backend::Docker(_) => (Default::default(), Default::default(), Means::Copy, "copies".to_owned()),
+            _ => {
+                let (plan, enforcement) = cgroup::probe();
+                let (means, bases) = layers::choose(&root.path);
+                (plan, enforcement, means, bases)
+            }
+        };
         tracing::info!(provider, enforcement = enforcement.description, bases, "sandbox provider is ready");
         Ok(Self {
             provider,
@@ -318,11 +335,12 @@ impl Core {
             plan,
             enforcement,
             means,
+            engine: None,
             zygote: Mutex::new(None),
         })
     }
 
-    fn use_tools(&mut self, folder: &Path) -> Result<(), SandboxError> {
+    pub fn use_tools(&mut self, folder: &Path) -> Result<(), SandboxError> {
         let found = make_tools(folder).and_then(|()| folder.canonicalize());
         self.tools = found.map_err(|e| self.failed(format!("the tools folder {}: {e}", folder.display())))?;
         if let Backend::Bubblewrap(bubblewrap) = &mut self.backend {
@@ -331,7 +349,15 @@ impl Core {
         Ok(())
     }
 
-    fn failed(&self, reason: impl ToString) -> SandboxError {
+    /// With somebody who knows how a container ended.
+    pub fn with_engine(self, engine: Arc<Engine>) -> Self {
+        Self {
+            engine: Some(engine),
+            ..self
+        }
+    }
+
+    pub fn failed(&self, reason: impl ToString) -> SandboxError {
         SandboxError::Create {
             provider: self.provider,
             reason: reason.to_string(),
@@ -347,17 +373,32 @@ impl Core {
                 shared: text(share::folder(&self.root.path).join(share::CURRENT)),
                 tools: text(self.tools.clone()),
             },
-            Backend::Bubblewrap(_) => Inside {
+            Backend::Bubblewrap(_) | Backend::Docker(_) => Inside {
                 home: HOME.to_owned(),
                 workspace: WORKSPACE.to_owned(),
                 shared: format!("{SHARE}/{}", share::CURRENT),
                 tools: TOOLS.to_owned(),
             },
         };
-        Box::new(Handle::new(name, token, layout, inside, base, client))
+        let owner = match &self.backend {
+            Backend::Docker(docker) => docker.owner,
+            _ => None,
+        };
+        Box::new(Handle::new(name, token, layout, inside, base, client).with_container(owner, self.engine.clone()))
     }
 
-    async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+    pub async fn create(&self, spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
+        self.create_with(spec, CREATE_PATIENCE, || async { Ok(()) }).await
+    }
+
+    /// `prepared` runs when the folders are there and the supervisor waits for what comes of it. After an error everything is gone but what
+    /// `prepared` has made.
+    pub async fn create_with<F: Future<Output = Result<(), String>>>(
+        &self,
+        spec: &SandboxSpec,
+        patience: Duration,
+        prepared: impl FnOnce() -> F,
+    ) -> Result<Box<dyn Sandbox>, SandboxError> {
         if !layout::is_sandbox_name(&spec.name) {
             return Err(self.failed(format!("{:?} is not a name for a sandbox", spec.name)));
         }
@@ -382,9 +423,15 @@ impl Core {
             .map_err(|e| self.failed(format!("start a supervisor: {e}")))?;
         let answer = async {
             client.send(&create).await?;
-            client.receive().await
+            match client.receive().await? {
+                Reply::Prepared => {
+                    prepared().await.map_err(io::Error::other)?;
+                    client.receive().await
+                }
+                reply => Ok(reply),
+            }
         };
-        let reason = match tokio::time::timeout(CREATE_PATIENCE, answer).await {
+        let reason = match tokio::time::timeout(patience, answer).await {
             Ok(Ok(Reply::Done)) => {
                 let layout = Layout::new(&self.root.path, &spec.name);
                 match self.fill(&layout, spec.base.as_deref()).await {
@@ -396,9 +443,12 @@ impl Core {
             Ok(Ok(Reply::Exists)) => return Err(self.failed(format!("there is a sandbox {} already", spec.name))),
             Ok(Ok(Reply::Refused { reason })) => reason,
             Ok(Ok(other)) => format!("the supervisor answered {other:?}"),
+            Ok(Err(e)) if e.kind() == io::ErrorKind::Other => e.to_string(),
             Ok(Err(e)) => format!("the supervisor died: {e}"),
-            Err(_) => format!("no answer within {CREATE_PATIENCE:?}"),
+            Err(_) => format!("no answer within {patience:?}"),
         };
+        // A supervisor that still waits learns that nobody else does.
+        drop(client);
         if let Err(e) = self.destroy(&spec.name).await {
             tracing::warn!(sandbox = spec.name, error = %e, "a half-made sandbox was left behind");
         }
@@ -483,7 +533,7 @@ impl Core {
         }
     }
 
-    async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError> {
+    pub async fn attach(&self, name: &str, token: u64) -> Result<Box<dyn Sandbox>, SandboxError> {
         let layout = self.layout(name)?;
         let mut client = Client::connect(&layout.folder, "control")
             .await
@@ -521,7 +571,7 @@ impl Core {
         Ok(content.meta)
     }
 
-    fn bases_in_use(&self) -> Result<BTreeSet<PathBuf>, SandboxError> {
+    pub fn bases_in_use(&self) -> Result<BTreeSet<PathBuf>, SandboxError> {
         let mut used = BTreeSet::new();
         for name in self.list()? {
             let meta = self.meta(&Layout::new(&self.root.path, &name))?;
@@ -530,14 +580,14 @@ impl Core {
         Ok(used)
     }
 
-    fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
+    pub fn share(&self, files: &[(String, Vec<u8>)]) -> Result<(), SandboxError> {
         self.root.share(files).map_err(|e| SandboxError::Operation {
             operation: "share files with all sandboxes".to_owned(),
             reason: e.to_string(),
         })
     }
 
-    fn layout(&self, name: &str) -> Result<Layout, SandboxError> {
+    pub fn layout(&self, name: &str) -> Result<Layout, SandboxError> {
         if layout::is_sandbox_name(name) {
             Ok(Layout::new(&self.root.path, name))
         } else {
@@ -548,7 +598,7 @@ impl Core {
         }
     }
 
-    fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
+    pub fn list(&self) -> Result<Vec<SandboxName>, SandboxError> {
         let failed = |e: io::Error| SandboxError::Operation {
             operation: "list sandboxes".to_owned(),
             reason: e.to_string(),
@@ -570,11 +620,17 @@ impl Core {
         Ok(names)
     }
 
-    async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
+    pub async fn destroy(&self, name: &str) -> Result<(), SandboxError> {
         let Ok(layout) = self.layout(name) else { return Ok(()) };
         if !layout.folder.exists() {
             return Ok(());
         }
+        let orderly = self.end(&layout).await;
+        self.clear(name, layout, orderly).await
+    }
+
+    /// Asks the supervisor to end everything. Whether it says that it has.
+    pub async fn end(&self, layout: &Layout) -> bool {
         // No supervisor, or one that hangs: `remove` sees to that.
         let asked = async {
             let mut client = Client::connect(&layout.folder, "control").await?;
@@ -583,7 +639,11 @@ impl Core {
             client.closed().await;
             io::Result::Ok(reply)
         };
-        let orderly = matches!(tokio::time::timeout(DESTROY_PATIENCE, asked).await, Ok(Ok(Reply::Done)));
+        matches!(tokio::time::timeout(DESTROY_PATIENCE, asked).await, Ok(Ok(Reply::Done)))
+    }
+
+    /// Removes what is left; `orderly` is what [`Self::end`] said.
+    pub async fn clear(&self, name: &str, layout: Layout, orderly: bool) -> Result<(), SandboxError> {
         let (name, boot_id) = (name.to_owned(), self.boot_id.clone());
         handle::on_blocking_thread(move || {
             destroy::remove(&layout, &boot_id, orderly).map_err(|e| SandboxError::Operation {
@@ -594,7 +654,7 @@ impl Core {
         .await
     }
 
-    fn finished_step(&self, name: &str, step: &str) -> Result<Option<StepExit>, SandboxError> {
+    pub fn finished_step(&self, name: &str, step: &str) -> Result<Option<StepExit>, SandboxError> {
         let layout = self.layout(name)?;
         if !layout::is_step_name(step) {
             return Ok(None);

@@ -3,8 +3,8 @@
 use std::{
     io,
     os::{
-        fd::{FromRawFd, OwnedFd},
-        unix::process::CommandExt,
+        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+        unix::{net::UnixStream, process::CommandExt},
     },
     process::Command,
 };
@@ -139,6 +139,43 @@ pub fn kill_everyone_else(signal: Signal) -> io::Result<()> {
             e => Err(e),
         },
     }
+}
+
+/// The process at the other end, as this process sees it; `None` where it is in a namespace that cannot be seen from here.
+pub fn peer_process(stream: &UnixStream) -> io::Result<Option<Pid>> {
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the pointers are to live values, and `length` is the size of the one that is written to, for which every content is valid.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &mut length,
+        )
+    };
+    if result == 0 {
+        Ok(Pid::from_raw(credentials.pid))
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Moves this process, which has one thread and can never come back, into a network namespace and the user namespace that rules it.
+pub fn enter_network(namespace: &OwnedFd) -> io::Result<()> {
+    use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+    // `NS_GET_USERNS` of linux/nsfs.h.
+    const OWNING_USER_NAMESPACE: libc::Ioctl = 0xb701;
+    // SAFETY: the request takes no argument and gives a new descriptor, which nobody else owns.
+    let users = unsafe {
+        match libc::ioctl(namespace.as_raw_fd(), OWNING_USER_NAMESPACE) {
+            fd if fd >= 0 => OwnedFd::from_raw_fd(fd),
+            _ => return Err(io::Error::last_os_error()),
+        }
+    };
+    move_into_link_name_space(users.as_fd(), Some(LinkNameSpaceType::User))?;
+    Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?)
 }
 
 /// Makes orphaned descendants children of this process, so that it can find and reap them.

@@ -56,12 +56,12 @@ async fn nothing_of_the_host_is_in_reach() {
 #[tokio::test]
 async fn the_network_can_be_off() {
     for (network, others) in [
-        (true, std::fs::read_to_string("/proc/net/dev").unwrap().lines().count() - 3),
-        (false, 0),
+        (Network::Host, std::fs::read_to_string("/proc/net/dev").unwrap().lines().count() - 3),
+        (Network::Off, 0),
     ] {
         let root = tempfile::tempdir().unwrap();
         let options = BubblewrapOptions {
-            network,
+            network: network.clone(),
             ..Default::default()
         };
         let provider = BubblewrapProvider::new(root.path(), helper(), options).unwrap();
@@ -86,6 +86,18 @@ async fn the_network_can_be_off() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_network_can_be_a_list() {
+    check_allowed_network(&|root, network| {
+        let options = BubblewrapOptions {
+            network,
+            ..Default::default()
+        };
+        std::sync::Arc::new(BubblewrapProvider::new(root.join("bubblewrap"), helper(), options).unwrap())
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn probe_tells_why() {
     let root = tempfile::tempdir().unwrap();
@@ -93,7 +105,7 @@ async fn probe_tells_why() {
     assert_eq!(provider.probe().await, Ok(()));
     let missing = BubblewrapOptions {
         program: "no-such-bwrap".into(),
-        network: true,
+        network: Network::Host,
     };
     let error = BubblewrapProvider::new(root.path(), helper(), missing)
         .map(|_| ())
@@ -103,7 +115,7 @@ async fn probe_tells_why() {
     // A program that is not bubblewrap.
     let wrong = BubblewrapOptions {
         program: "/bin/false".into(),
-        network: true,
+        network: Network::Host,
     };
     let provider = BubblewrapProvider::new(root.path(), helper(), wrong).unwrap();
     assert!(provider.probe().await.is_err());

@@ -180,7 +180,12 @@ impl Grid {
             worker_token: TOKEN.into(),
             slots: 3,
             process_sandbox: ProcessPolicy::On,
-            network: true,
+            docker: DockerUse {
+                policy: DockerPolicy::Off,
+                image: DockerImage::Name(String::new()),
+                cpus: None,
+            },
+            network: Network::Host,
             supervisor_executable: host(),
             limits: Limits {
                 memory_bytes: 1 << 30,

@@ -1,20 +1,23 @@
-//! What runs the processes of a sandbox: the supervisor itself, or an init inside bubblewrap.
+//! What runs the processes of a sandbox: the supervisor itself, or an init inside bubblewrap or a container.
 
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     path::Path,
     process::{Command, Stdio},
 };
 
 use rustix::process::{Pid, Signal};
 
-use super::{bubblewrap::Inner, tree};
+use super::{bubblewrap, docker, inner::Inner, tree};
 use crate::{
     cgroup::Group,
     layout::Layout,
-    protocol::Backend as Spec,
+    protocol::{Backend as Spec, Create},
     sys::{self, Prepare, Reaped},
 };
 
@@ -68,7 +71,7 @@ pub struct Launch<'a> {
 /// See the module.
 pub enum Backend {
     Process(Direct),
-    Bubblewrap(Inner),
+    Inner(Inner),
 }
 
 /// Steps are children of the supervisor.
@@ -82,10 +85,10 @@ pub struct Direct {
 }
 
 impl Backend {
-    /// Prepares for steps. From here on everything that is started is inside `group`. `most_processes` is for a backend that can limit them
-    /// by itself, where the group cannot.
-    pub fn start(spec: &Spec, layout: &Layout, group: &Group, most_processes: Option<u32>) -> io::Result<Self> {
-        match spec {
+    /// Prepares for steps. From here on everything that is started is inside `group`; a backend that has a group of its own puts it there.
+    /// `first` is the connection of the executor that creates the sandbox.
+    pub fn start(create: &Create, layout: &Layout, group: &mut Group, first: &mut UnixStream) -> io::Result<Self> {
+        match &create.backend {
             Spec::Process { path } => {
                 group.join()?;
                 let text = |path: &Path| path.to_string_lossy().into_owned();
@@ -103,7 +106,16 @@ impl Backend {
                     ending: false,
                 }))
             }
-            Spec::Bubblewrap(spec) => Ok(Self::Bubblewrap(Inner::start(spec, layout, group, most_processes)?)),
+            Spec::Bubblewrap(spec) => {
+                // Bubblewrap can limit processes by itself, where the group cannot.
+                let most_processes = (!create.cgroups.limits_pids()).then_some(create.pids);
+                Ok(Self::Inner(bubblewrap::start(spec, layout, group, most_processes)?))
+            }
+            Spec::Docker(spec) => {
+                let (inner, own_group) = docker::start(spec, layout, create.limits(), first)?;
+                *group = own_group;
+                Ok(Self::Inner(inner))
+            }
         }
     }
 
@@ -111,7 +123,7 @@ impl Backend {
     pub fn launch(&mut self, launch: Launch<'_>) -> Result<(), StartFailure> {
         match self {
             Self::Process(direct) => direct.launch(launch),
-            Self::Bubblewrap(inner) => inner.launch(launch).map_err(|e| StartFailure::Failed(e.to_string())),
+            Self::Inner(inner) => inner.launch(launch).map_err(|e| StartFailure::Failed(e.to_string())),
         }
     }
 
@@ -122,7 +134,7 @@ impl Backend {
                 direct.ending = true;
                 tree::signal_descendants(Signal::TERM);
             }
-            Self::Bubblewrap(inner) => inner.terminate(),
+            Self::Inner(inner) => inner.terminate(),
         }
     }
 
@@ -135,13 +147,13 @@ impl Backend {
                     tree::kill_descendants();
                 }
             }
-            Self::Bubblewrap(inner) => inner.kill(),
+            Self::Inner(inner) => inner.kill(),
         }
     }
 
     /// Ends the backend for good; then [`Self::kill`] reports when that is through.
     pub fn close(&mut self) {
-        if let Self::Bubblewrap(inner) = self {
+        if let Self::Inner(inner) = self {
             inner.close();
         }
     }
@@ -150,7 +162,7 @@ impl Backend {
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Process(_) => None,
-            Self::Bubblewrap(inner) => inner.socket().map(AsFd::as_fd),
+            Self::Inner(inner) => inner.socket().map(AsFd::as_fd),
         }
     }
 
@@ -158,7 +170,7 @@ impl Backend {
     pub fn collect(&mut self) -> Vec<Event> {
         match self {
             Self::Process(direct) => direct.collect(),
-            Self::Bubblewrap(inner) => inner.collect(),
+            Self::Inner(inner) => inner.collect(),
         }
     }
 }

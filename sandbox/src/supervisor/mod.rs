@@ -3,6 +3,8 @@
 pub mod backend;
 mod bubblewrap;
 mod connection;
+mod docker;
+mod inner;
 mod output;
 mod tree;
 
@@ -58,7 +60,7 @@ pub fn run(root: &Path, mut first: UnixStream, buffer: Vec<u8>) -> io::Result<()
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     first.set_read_timeout(Some(CREATE_PATIENCE))?;
     let create: Create = protocol::read_blocking(&mut first)?;
-    match Supervisor::create(root, create, buffer) {
+    match Supervisor::create(root, create, &mut first, buffer) {
         Ok(mut supervisor) => {
             if let Ok(mut connection) = Connection::new(0, first) {
                 connection.reply(&Reply::Done);
@@ -162,15 +164,21 @@ enum Polled {
 }
 
 impl Supervisor {
-    fn create(root: &Path, create: Create, buffer: Vec<u8>) -> io::Result<Self> {
+    fn create(root: &Path, create: Create, first: &mut UnixStream, buffer: Vec<u8>) -> io::Result<Self> {
         let layout = Layout::new(root, &create.name);
         let folder = |path: &Path, mode| fs::DirBuilder::new().mode(mode).create(path);
         folder(&layout.folder, 0o700)?;
         // From here on AlreadyExists would mean something else.
-        Self::create_inside(create, layout, buffer, folder).map_err(|e| io::Error::other(e.to_string()))
+        Self::create_inside(create, layout, first, buffer, folder).map_err(|e| io::Error::other(e.to_string()))
     }
 
-    fn create_inside(create: Create, layout: Layout, buffer: Vec<u8>, folder: impl Fn(&Path, u32) -> io::Result<()>) -> io::Result<Self> {
+    fn create_inside(
+        create: Create,
+        layout: Layout,
+        first: &mut UnixStream,
+        buffer: Vec<u8>,
+        folder: impl Fn(&Path, u32) -> io::Result<()>,
+    ) -> io::Result<Self> {
         let lock = layout::try_lock(&layout.folder)?.ok_or_else(|| io::Error::other("somebody else holds the lock"))?;
         sys::detach_stdio()?;
         let log = layout.log();
@@ -200,15 +208,10 @@ impl Supervisor {
         let signals = sys::signal_descriptor()?;
         let listener = UnixListener::bind("control")?;
         listener.set_nonblocking(true)?;
-        let group = Group::create(&create.cgroups, &create.name, create.limits())?;
-        let backend = Backend::start(
-            &create.backend,
-            &layout,
-            &group,
-            (!create.cgroups.limits_pids()).then_some(create.pids),
-        )
-        // `destroy` does it too, unless the folder was deleted meanwhile, which may be why this failed.
-        .inspect_err(|_| group.dissolve())?;
+        let mut group = Group::create(&create.cgroups, &create.name, create.limits())?;
+        let backend = Backend::start(&create, &layout, &mut group, first)
+            // `destroy` does it too, unless the folder was deleted meanwhile, which may be why this failed.
+            .inspect_err(|_| group.dissolve())?;
         Ok(Self {
             layout,
             journal,

@@ -1,5 +1,7 @@
-//! What the tests of both providers share.
+//! What the tests of all providers share.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, dead_code)]
+
+pub mod dockerd;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,7 +24,7 @@ pub fn helper() -> Option<PathBuf> {
 /// A provider over a folder.
 pub type Make = fn(&Path) -> Arc<dyn SandboxProvider>;
 
-/// Both providers, as functions of their root.
+/// The providers that need no daemon, as functions of their root.
 pub fn makers() -> [(&'static str, Make); 2] {
     [("process", make_process), ("bubblewrap", make_bubblewrap)]
 }
@@ -160,4 +162,128 @@ pub fn cgroups(name: &str) -> Vec<PathBuf> {
 /// Mounts of this mount namespace.
 pub fn mounts() -> usize {
     fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count()
+}
+
+/// A server outside that answers every request with as many bytes as its path says, after it has read as many as its header promises.
+pub fn server(address: &str) -> u16 {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let listener = std::net::TcpListener::bind((address, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let serve = |stream: std::net::TcpStream| -> std::io::Result<()> {
+        let mut reader = BufReader::new(stream.try_clone()?);
+        let (mut line, mut answer, mut promised) = (String::new(), 0, 0);
+        while reader.read_line(&mut line)? > 0 && line != "\r\n" {
+            if let Some(path) = line.strip_prefix("GET /") {
+                answer = path.split(' ').next().and_then(|n| n.parse().ok()).unwrap_or(0);
+            }
+            if let Some(length) = line.strip_prefix("Content-Length: ") {
+                promised = length.trim().parse().unwrap_or(0);
+            }
+            line.clear();
+        }
+        let read = std::io::copy(&mut reader.take(promised), &mut std::io::sink())?;
+        let mut stream = stream;
+        write!(stream, "HTTP/1.0 200 OK\r\n\r\nread {read}\n")?;
+        stream.write_all(&vec![b'x'; answer])
+    };
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            // Whoever hangs up early is not the server's business.
+            std::thread::spawn(move || serve(stream));
+        }
+    });
+    port
+}
+
+/// Names of this machine that lead to itself.
+pub fn own_names() -> Vec<String> {
+    use std::net::ToSocketAddrs;
+    let name = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
+    let is_local = |name: &str| {
+        let mut addresses = (name, 0).to_socket_addrs().ok()?.map(|a| a.ip());
+        addresses.all(|ip| std::net::UdpSocket::bind((ip, 0)).is_ok()).then_some(())
+    };
+    let mut names = vec!["localhost".to_owned()];
+    names.extend(is_local(&name).map(|()| name));
+    names
+}
+
+/// Processes whose working folder is `folder` or below.
+pub fn working_in(folder: &Path) -> usize {
+    let is_process = |e: &fs::DirEntry| e.file_name().to_string_lossy().parse::<i32>().is_ok();
+    let is_there = |e: &fs::DirEntry| fs::read_link(e.path().join("cwd")).is_ok_and(|cwd| cwd.starts_with(folder));
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    entries.filter(is_process).filter(is_there).count()
+}
+
+/// A network with a list lets the sandbox reach what is on it and nothing else. `make` makes a provider over a folder with a network.
+pub async fn check_allowed_network(make: &dyn Fn(&Path, Network) -> Arc<dyn SandboxProvider>) {
+    let root = tempfile::tempdir().unwrap();
+    let (allowed, other) = (server("0.0.0.0"), server("0.0.0.0"));
+    let names = own_names();
+    let mut list: Vec<String> = names.iter().map(|name| format!("{name}:{allowed}")).collect();
+    // A name that leads nowhere, on a port that only root may take.
+    list.push("nowhere.invalid:443".to_owned());
+    let network: Network = format!("allow={}", list.join(",")).parse().unwrap();
+    let provider = make(root.path(), network.clone());
+    let spec = SandboxSpec {
+        name: "allowed".into(),
+        token: 1,
+        lifetime: PATIENCE * 5,
+        limits: Limits {
+            memory_bytes: 512 << 20,
+            pids: 100,
+        },
+        base: None,
+    };
+    let sandbox = provider.create(&spec).await.unwrap();
+    let ask = |name: &str, port: u16, tail: &str| format!("exec 3<>/dev/tcp/{name}/{port} || exit 9; {tail}");
+    let get = |n: usize| format!(r"printf 'GET /{n} HTTP/1.0\r\n\r\n' >&3; tail -c +20 <&3 | wc -c");
+    let put = r"{ printf 'GET /0 HTTP/1.0\r\nContent-Length: 3000000\r\n\r\n'; head -c 3000000 /dev/zero; } >&3; tail -c +20 <&3";
+    let metadata = ask("169.254.169.254", 80, "echo reached");
+    let mut cases = vec![
+        (ask("nowhere.invalid", 443, "cat <&3; echo closed"), 0, "closed\n".to_owned()),
+        (ask("nowhere.invalid", 80, ""), 9, String::new()),
+        (ask("127.0.0.1", other, ""), 9, String::new()),
+        (ask("example.com", 443, ""), 9, String::new()),
+        ("getent hosts example.com".to_owned(), 2, String::new()),
+        (metadata, 9, String::new()),
+        (ask("192.0.2.1", 53, ""), 9, String::new()),
+        ("tail -n +3 /proc/net/dev | grep -vc ' lo:'".to_owned(), 1, "0\n".to_owned()),
+        (
+            "grep -h -e CapEff -e CapPrm -e CapAmb /proc/self/status | sort".to_owned(),
+            0,
+            "CapAmb:\t0000000000000000\nCapEff:\t0000000000000000\nCapPrm:\t0000000000000000\n".to_owned(),
+        ),
+    ];
+    for name in &names {
+        cases.push((ask(name, allowed, &get(5_000_000)), 0, "5000007\n".to_owned()));
+        cases.push((ask(name, allowed, put), 0, "read 3000000\n".to_owned()));
+        cases.push((ask(name, other, ""), 9, String::new()));
+    }
+    for (i, (script, code, expected)) in cases.iter().enumerate() {
+        let exit = sandbox.run(&bash(&format!("ask.{i}"), script)).await.unwrap();
+        assert_eq!((exit.code, &stdout(&exit)), (*code, expected), "{script}: {}", stderr(&exit));
+    }
+    // It goes on without the executor that made it.
+    let script = format!(
+        "for i in 1 2; do ({}) || exit 8; : > asked.$i; while [ $i = 1 ] && [ ! -e go ]; do sleep 0.02; done; done",
+        ask("localhost", allowed, &get(1))
+    );
+    let step = bash("long", &script);
+    let folder = root.path().join(provider.name()).join(&spec.name);
+    tokio::select! {
+        exit = sandbox.run(&step) => panic!("{exit:?}"),
+        () = until("the first answer comes", || folder.join("workspace/asked.1").exists()) => {}
+    }
+    drop((sandbox, provider));
+    let second = make(root.path(), network);
+    let sandbox = second.attach(&spec.name, 2).await.unwrap();
+    fs::write(folder.join("workspace/go"), "").unwrap();
+    let exit = sandbox.run(&step).await.unwrap();
+    assert_eq!((exit.code, stdout(&exit).as_str()), (0, "8\n8\n"), "{}", stderr(&exit));
+    // Supervisor and gate at least, and then nobody.
+    assert!(working_in(&folder) >= 2);
+    second.destroy(&spec.name).await.unwrap();
+    assert_eq!(working_in(root.path()), 0);
 }
