@@ -8,6 +8,8 @@ mod organizations;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValueParser};
+use evalgrid_executor::DockerPolicy;
+use evalgrid_sandbox::Network;
 use evalgrid_scheduler::{MAX_CREATE_BURST, ProviderLimits};
 
 pub(crate) use api::{ApiRole, SchedulerAddress};
@@ -224,7 +226,7 @@ pub(crate) struct ExecutorFlags {
     /// The image of Docker sandboxes, by tag or digest; docs/sandboxes.md tells how to build it. Example: --docker-image my-agents:7
     #[arg(long, value_name = "IMAGE", default_value = "evalgrid/agents:1")]
     pub(crate) docker_image: String,
-    /// Instead of --docker-image: a Dockerfile that the image is built from, once for each content, without files to copy. Example: --docker-file agents.Dockerfile
+    /// A Dockerfile that the image is built from instead, once for each content, without files to copy; none by default. Example: --docker-file agents.Dockerfile
     #[arg(long, value_name = "FILE")]
     pub(crate) docker_file: Option<PathBuf>,
     /// Processors that each Docker sandbox may keep busy; no limit by default. Example: --docker-cpus 1.5

@@ -92,7 +92,10 @@ pub(crate) async fn provider(options: &ExecutorOptions, tools: &Path, worker: &s
     // Whoever could not see these would tell the scheduler that they are gone.
     let folder = options.work.join(FOLDER);
     let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();
-    if entries.map(|entry| entry.file_name()).any(|name| !name.to_string_lossy().starts_with('.')) {
+    if entries
+        .map(|entry| entry.file_name())
+        .any(|name| !name.to_string_lossy().starts_with('.'))
+    {
         return Err(ExecutorError::DockerLeft { folder, reason });
     }
     tracing::info!("Docker sandboxes are not offered: {reason}");

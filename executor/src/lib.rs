@@ -230,7 +230,9 @@ async fn providers(
                 "bubblewrap does not work here ({reason}), so agents run as plain processes, not isolated from this machine at all"
             );
         }
-        (_, Some(reason)) if providers.is_empty() => return Err(ExecutorError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off"))),
+        (_, Some(reason)) if providers.is_empty() => {
+            return Err(ExecutorError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off")));
+        }
         _ => return Ok(providers),
     }
     let process = ProcessProvider::new(options.work.join("process"), executable()).and_then(|provider| provider.with_tools(tools));

@@ -21,12 +21,17 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("mkfs.ext4", "e2fsprogs"),
     ("losetup", "mount"),
     ("unshare", "util-linux"),
+    // Docker sandboxes: the tests run a daemon of their own.
+    ("dockerd", "docker.io"),
+    ("tar", "tar"),
 ];
 
 const USAGE: &str = "\
 cargo xtask test [--long]   install what tests need, check format and lints, build, run every test
                             (--long: more seeds, more kills; about an hour)
                             The power cuts need root, /dev/fuse and loop devices; EVALGRID_SKIP_POWERCUT=1 leaves them out.
+                            The Docker tests start a daemon of their own; where none can be, they say that they are skipped, unless
+                            EVALGRID_REQUIRE_DOCKER=1 makes that a failure.
 cargo xtask install         only install what tests need";
 
 fn main() -> ExitCode {

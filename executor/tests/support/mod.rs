@@ -16,7 +16,7 @@ use std::{
 
 use bytes::Bytes;
 use evalgrid_domain::{evidence::TrialEvidence, request::decode_start};
-use evalgrid_executor::{ExecutorError, ExecutorOptions, ProcessPolicy, ToolOptions};
+use evalgrid_executor::{DockerPolicy, DockerUse, ExecutorError, ExecutorOptions, ProcessPolicy, ToolOptions};
 use evalgrid_proto::v1::{
     Ack, Destroy, FromWorker, HeartbeatReply, Hello, Lease, ObjectChunk, ObjectRef, PutObjectChunk, RecordedStep, Report, Revoke,
     StepRecord, ToWorker, TrialOutcome, Welcome, WorkerObjectRequest,
@@ -24,7 +24,7 @@ use evalgrid_proto::v1::{
     from_worker, to_worker,
     workers_server::{Workers, WorkersServer},
 };
-use evalgrid_sandbox::{Limits, ProcessProvider, SandboxProvider as _};
+use evalgrid_sandbox::{DockerImage, Limits, Network, ProcessProvider, SandboxProvider as _};
 use futures::Stream;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
