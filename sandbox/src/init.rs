@@ -58,6 +58,7 @@ pub fn run(options: &InitOptions) -> io::Result<()> {
         childless: true,
         ending: false,
         killing: false,
+        said_dead: false,
         lifetime_over,
     };
     let descriptors: Vec<_> = network.iter().map(AsFd::as_fd).collect();
@@ -88,6 +89,8 @@ struct Init {
     ending: bool,
     /// With SIGKILL.
     killing: bool,
+    /// It has been reported that everybody has ended, and nothing was started since.
+    said_dead: bool,
     lifetime_over: Option<Instant>,
 }
 
@@ -144,6 +147,8 @@ impl Init {
                 self.ending = true;
                 sys::kill_everyone_else(Signal::TERM)?;
             }
+            // Sent before our report had arrived: what is started next is not meant.
+            Order::Kill if self.said_dead => {}
             Order::Kill => {
                 self.ending = true;
                 self.killing = true;
@@ -179,7 +184,7 @@ impl Init {
         );
         let child = command.spawn().map_err(|e| StartFailure::from_exec(program, &env, &e))?;
         self.step = Pid::from_raw(child.id() as i32);
-        self.childless = false;
+        (self.childless, self.said_dead) = (false, false);
         Ok(())
     }
 
@@ -203,6 +208,7 @@ impl Init {
         }
         if self.childless && self.ending {
             (self.ending, self.killing) = (false, false);
+            self.said_dead = true;
             self.channel.send(&Report::AllDead, &[])?;
         }
         Ok(())

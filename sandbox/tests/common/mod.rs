@@ -159,9 +159,10 @@ pub fn cgroups(name: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Mounts of this mount namespace.
-pub fn mounts() -> usize {
-    fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count()
+/// Mounts of this mount namespace that are of or below a folder.
+pub fn mounts(folder: &Path) -> usize {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    mounts.lines().filter(|line| line.contains(&*folder.to_string_lossy())).count()
 }
 
 /// A server outside that answers every request with as many bytes as its path says, after it has read as many as its header promises.
