@@ -36,7 +36,7 @@ mod zygote;
 pub use cgroup::Enforcement;
 pub use docker::{DockerImage, DockerOptions, DockerProvider};
 pub use helpers::{init_main, run_if_helper, zygote_main};
-pub use layout::remove_tree;
+pub use layout::{remove_tree, spread};
 pub use network::{Endpoint, Network, NetworkError};
 pub use provider::{BubblewrapOptions, BubblewrapProvider, ProcessProvider};
 pub use tree::{Budget as CopyBudget, copy as copy_tree};

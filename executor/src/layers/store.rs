@@ -116,6 +116,8 @@ impl Bases {
     pub(crate) fn open(work: &Path, boot_id: &str, providers: &BTreeMap<&'static str, Arc<dyn SandboxProvider>>) -> io::Result<Arc<Self>> {
         let folder = work.join("bases");
         fs::DirBuilder::new().recursive(true).mode(0o700).create(folder.join("commits"))?;
+        // Thousands of files at once, beside thousands that were deleted: without this, copying takes three times as long.
+        evalgrid_sandbox::spread(&folder);
         let bases = Self {
             folder: folder.canonicalize()?,
             boot_id: boot_id.to_owned(),
