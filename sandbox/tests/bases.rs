@@ -27,7 +27,7 @@ fn copying_bubblewrap(root: &Path) -> Arc<dyn SandboxProvider> {
 fn ways() -> Vec<(&'static str, Make, usize)> {
     let mut ways: Vec<(&str, Make, usize)> = vec![("process-copy", copying_process, 0), ("bubblewrap-copy", copying_bubblewrap, 0)];
     if dockerd::dockerd().is_some() {
-        ways.push(("docker", dockerd::make_docker, 0));
+        ways.push(("docker", make_docker, 0));
     }
     if rustix::process::geteuid().is_root() {
         ways.extend(makers().map(|(name, make)| (name, make, 2)));

@@ -13,8 +13,9 @@ use std::{
 };
 
 use common::{
-    dockerd::{Dockerd, EMPTY_IMAGE, IMAGE, docker_options, dockerd, make_docker},
-    *,
+    docker_options,
+    dockerd::{Dockerd, EMPTY_IMAGE, IMAGE, dockerd},
+    make_docker, *,
 };
 use evalgrid_sandbox::*;
 use tokio::{

@@ -2,6 +2,10 @@
 //! line that tells the model of the tests what a real one finds out by itself.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
+#[path = "../../sandbox/tests/common/dockerd.rs"]
+#[allow(dead_code, clippy::missing_panics_doc, reason = "of the sandbox's tests, who use more of it")]
+mod dockerd;
+
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use evalgrid_modelserver::{Mode, ModelServer};
@@ -10,6 +14,9 @@ use serde_json::{Value, json};
 
 /// Installing two agents, if nobody has, and a dozen short trials on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(480);
+
+/// What the suites' own checks need.
+const NODE_IMAGE: &str = "evalgrid-test/node:1";
 
 /// The suite of that name, on `sandbox`, with what the model of the tests does, by case; a reply of a person does what it says in `replies`.
 fn example(name: &str, sandbox: &str, does: &[(&str, &str)], replies: &[&str]) -> Value {
@@ -25,6 +32,8 @@ fn example(name: &str, sandbox: &str, does: &[(&str, &str)], replies: &[&str]) -
             *reply = json!(format!("{}\n{does}", reply.as_str().unwrap()));
         }
     }
+    // A second one would show nothing new here.
+    request["trials"] = json!(1);
     for variant in request["variants"].as_array_mut().unwrap() {
         variant["sandbox"] = json!(sandbox);
     }
@@ -57,12 +66,24 @@ fn verdicts(batch: &Value) -> Verdicts {
 async fn suites_for_real_agents_pass_on_every_sandbox() {
     let folder = tempfile::tempdir().unwrap();
     let models = ModelServer::start("127.0.0.1:0", None).await.unwrap();
-    let mut server = agents::server(folder.path(), &models.url(Mode::Ok), 4);
-    server.executor.push("--enable-process-sandbox".into());
+    // Nothing of the network but the models is there, and that by name.
+    let port = models.address().port();
+    let base = models.url(Mode::Ok).replace("127.0.0.1", "localhost");
+    let mut server = agents::server(folder.path(), &base, 4);
+    server.executor.push(format!("--sandbox-network=allow=localhost:{port}"));
+    let docker = dockerd::dockerd();
+    if let Some(docker) = docker {
+        // Claude Code's own program wants the stubs of an older C library.
+        let stubs = "for l in rt dl pthread m; do cp -L /lib/*/lib$l.so.* usr/lib/; done";
+        let image = format!("{}\n{stubs}", dockerd::tools("node").unwrap());
+        docker.import(NODE_IMAGE, &image, "ENV%20PATH%3D%2Fusr%2Fbin").unwrap();
+        server.executor.push(format!("--docker=unix://{}", docker.socket.display()));
+        server.executor.push(format!("--docker-image={NODE_IMAGE}"));
+    }
     let _process = server.serve();
     let api = server.ready().await;
     let mut seen: BTreeMap<&str, Vec<Verdicts>> = BTreeMap::new();
-    for sandbox in ["bubblewrap", "process"] {
+    for sandbox in ["bubblewrap"].into_iter().chain(docker.map(|_| "docker")) {
         let suites = [
             ("codex", example("codex", sandbox, FIRST_STEPS, &[])),
             ("claude", example("claude", sandbox, FIRST_STEPS, &[])),

@@ -12,7 +12,7 @@ pub(crate) enum Trial {
     Show {
         /// The trial's id.
         id: String,
-        /// Print this file that was kept of the trial, and nothing else. Example: --artifact report.md
+        /// Print this file that was kept of the trial, and nothing else; by default the trial is shown. Example: --artifact report.md
         #[arg(long, value_name = "PATH")]
         artifact: Option<String>,
         /// An API key of the trial's organization, for its evidence; by default the file api-key in --data. Better given as a variable. Example: EVALGRID_API_KEY=anp_…

@@ -1,18 +1,14 @@
-//! A Docker daemon of the tests' own: on a private socket, in namespaces of its own, with images made from this machine's files. Nothing of
+//! A Docker daemon of the tests' own (those of whole servers include this file, too): on a private socket, in namespaces of its own, with images made from this machine's files. Nothing of
 //! it is left when the test process has ended, however that came about.
 
 use std::{
     io::{Read, Write},
     os::unix::net::UnixStream,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, Stdio},
-    sync::{Arc, OnceLock},
+    sync::OnceLock,
     time::{Duration, Instant},
 };
-
-use evalgrid_sandbox::*;
-
-use super::helper;
 
 /// A daemon starts within a second, on an idle machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -104,17 +100,17 @@ fn start() -> Result<Dockerd, String> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    dockerd.import(IMAGE, &tools()?, "ENV%20PATH%3D%2Fusr%2Fbin")?;
+    dockerd.import(IMAGE, &tools("")?, "ENV%20PATH%3D%2Fusr%2Fbin")?;
     dockerd.import(EMPTY_IMAGE, "mkdir empty", "ENV%20PATH%3D%2Fusr%2Fbin")?;
     Ok(dockerd)
 }
 
-/// A script that fills the working folder with the tools and the libraries that they need.
-fn tools() -> Result<String, String> {
+/// A script that fills the working folder with the tools, further programs of this machine, and the libraries that they need.
+pub fn tools(more: &str) -> Result<String, String> {
     Ok(format!(
         r#"mkdir -p usr/bin usr/lib usr/lib64 usr/sbin tmp etc proc dev sys run
 for d in bin lib lib64 sbin; do ln -s usr/$d $d; done
-for t in {TOOLS}; do p=$(PATH=$PATH:/usr/sbin:/sbin type -P $t) && cp -L "$p" usr/bin/; done
+for t in {TOOLS} {more}; do p=$(PATH=$PATH:/usr/sbin:/sbin type -P $t) && cp -L "$p" usr/bin/; done
 ldd usr/bin/* 2>/dev/null | grep -o '/[^ ]*' | grep -v : | sort -u | while read -r l; do
   r=$(readlink -f "$(dirname "$l")"); mkdir -p ".$r"; cp -L "$l" ".$r/"
 done
@@ -183,25 +179,4 @@ impl Dockerd {
             .map(|c| c["Names"][0].as_str().unwrap().trim_start_matches('/').to_owned())
             .collect()
     }
-}
-
-/// How providers of tests use the daemon.
-pub fn docker_options(root: &Path, dockerd: &Dockerd) -> DockerOptions {
-    // Each test is an executor of its own.
-    let owner = root.file_name().unwrap().to_string_lossy().trim_matches('.').to_owned();
-    DockerOptions {
-        socket: dockerd.socket.clone(),
-        image: DockerImage::Name(IMAGE.to_owned()),
-        owner,
-        network: Network::Off,
-        cpus: None,
-    }
-}
-
-/// A provider of the tests' daemon. To be called on a runtime with several threads.
-pub fn make_docker(root: &Path) -> Arc<dyn SandboxProvider> {
-    let dockerd = dockerd().expect("whoever makes a docker world has asked for the daemon before");
-    let open = DockerProvider::open(root.join("docker"), helper(), docker_options(root, dockerd));
-    let provider = tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(open)).unwrap();
-    Arc::new(provider.with_tools(&root.join("tools")).unwrap())
 }

@@ -288,3 +288,24 @@ pub async fn check_allowed_network(make: &dyn Fn(&Path, Network) -> Arc<dyn Sand
     second.destroy(&spec.name).await.unwrap();
     assert_eq!(working_in(root.path()), 0);
 }
+
+/// How providers of tests use the daemon.
+pub fn docker_options(root: &Path, dockerd: &dockerd::Dockerd) -> DockerOptions {
+    // Each test is an executor of its own.
+    let owner = root.file_name().unwrap().to_string_lossy().trim_matches('.').to_owned();
+    DockerOptions {
+        socket: dockerd.socket.clone(),
+        image: DockerImage::Name(dockerd::IMAGE.to_owned()),
+        owner,
+        network: Network::Off,
+        cpus: None,
+    }
+}
+
+/// A provider of the tests' daemon. To be called on a runtime with several threads.
+pub fn make_docker(root: &Path) -> Arc<dyn SandboxProvider> {
+    let dockerd = dockerd::dockerd().expect("whoever makes a docker world has asked for the daemon before");
+    let open = DockerProvider::open(root.join("docker"), helper(), docker_options(root, dockerd));
+    let provider = tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(open)).unwrap();
+    Arc::new(provider.with_tools(&root.join("tools")).unwrap())
+}

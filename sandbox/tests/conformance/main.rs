@@ -36,7 +36,7 @@ macro_rules! conformance {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 if super::dockerd::dockerd().is_some() {
-                    super::$name(super::World::new(super::dockerd::make_docker, &format!("d-{}", stringify!($name)))).await;
+                    super::$name(super::World::new(super::make_docker, &format!("d-{}", stringify!($name)))).await;
                 }
             })*
         }
