@@ -17,6 +17,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("node", "nodejs"),
     ("redis-server", "redis-server"),
     ("redis-sentinel", "redis-sentinel"),
+    // For the agents.
+    ("node", "nodejs"),
+    ("npm", "npm"),
     // For the power cuts.
     ("mkfs.ext4", "e2fsprogs"),
     ("losetup", "mount"),
@@ -25,6 +28,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("dockerd", "docker.io"),
     ("tar", "tar"),
 ];
+
+/// The agents that tests run, as `evalgrid harness install` knows them. Bub is another one: it needs a Python that Debian 12 does not have.
+const AGENTS: &[&str] = &["codex", "claude", "gemini", "opencode", "qwen", "pi"];
 
 const USAGE: &str = "\
 cargo xtask test [--long]   install what tests need, check format and lints, build, run every test
@@ -40,7 +46,7 @@ fn main() -> ExitCode {
     let done = match words.as_slice() {
         ["test"] => install().and_then(|()| test(false)),
         ["test", "--long"] => install().and_then(|()| test(true)),
-        ["install"] => install(),
+        ["install"] => install().and_then(|()| agents()),
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(2);
@@ -99,6 +105,35 @@ fn install() -> Result<(), String> {
     apt(&[&["install", "-y", "--no-install-recommends"], missing.as_slice()].concat())
 }
 
+/// Installs the agents where `tests/tests/agents.rs` looks for them: outside the build's folder, so that they are fetched once per machine.
+fn agents() -> Result<(), String> {
+    let tools = env::var_os("EVALGRID_TEST_TOOLS").map(PathBuf::from);
+    let tools = tools.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/evalgrid/tools")));
+    let tools = tools.ok_or("set HOME, or EVALGRID_TEST_TOOLS: agents are installed there")?;
+    let tools = tools.to_string_lossy();
+    let install = |names: &[&str]| {
+        let line = [
+            "cargo",
+            "run",
+            "--quiet",
+            "--locked",
+            "--package",
+            "evalgrid-cli",
+            "--",
+            "harness",
+            "install",
+            "--tools",
+            &tools,
+        ];
+        run(&[line.as_slice(), names].concat(), &[])
+    };
+    install(AGENTS)?;
+    if let Err(problem) = install(&["bub"]) {
+        println!("bub's tests are left out: {problem}");
+    }
+    Ok(())
+}
+
 fn is_root() -> bool {
     Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n")
 }
@@ -124,6 +159,7 @@ fn test(long: bool) -> Result<(), String> {
     }
     // The end-to-end tests drive the real binary, which nothing else in the test build asks for.
     run(&["cargo", "build", "--locked", "--package", "evalgrid-cli"], &[])?;
+    agents()?;
     run(
         &["cargo", "test", "--workspace", "--exclude", "evalgrid-simulation", "--locked"],
         long,

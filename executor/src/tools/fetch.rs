@@ -105,11 +105,8 @@ impl Host {
             return Err(format!("a Python of its own could not be made: {}", last_line(&output.stderr)));
         }
         if !seen {
-            let link = || {
-                fs::create_dir(stage.join("bin"))?;
-                std::os::unix::fs::symlink("../python/bin/python3", stage.join("bin/python"))
-            };
-            link().map_err(|error: io::Error| error.to_string())?;
+            let made = fs::create_dir(stage.join("bin")).and_then(|()| write_program(&stage.join("bin/python"), OWN_PYTHON));
+            made.map_err(|error| error.to_string())?;
         }
         let mut command = self.command(&stage.join("bin/python"), stage);
         command.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]);
@@ -192,6 +189,13 @@ impl Host {
     }
 }
 
+/// Runs the copied Python wherever its folder is shown. Its library would be looked for where it was made.
+const OWN_PYTHON: &str = "\
+#!/bin/sh
+here=$(dirname \"$(readlink -f \"$0\")\")/../python
+LD_LIBRARY_PATH=\"$here/lib\" exec \"$here/bin/python3\" \"$@\"
+";
+
 /// A folder that goes with this.
 struct Temporary(PathBuf);
 
@@ -259,4 +263,9 @@ fn last_line(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let line = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
     line.unwrap_or("it failed without a word").to_owned()
+}
+
+fn write_program(path: &Path, text: &str) -> io::Result<()> {
+    fs::write(path, text)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755))
 }

@@ -1,4 +1,4 @@
-//! Faults, chosen by the first part of a request's path.
+//! Faults, chosen by the first part of a request's path, or by the prompt.
 
 /// How a request is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]

@@ -5,6 +5,7 @@
 //! | `RUN <command>` | one call of the client's own shell tool; several lines: one call after the other |
 //! | `SAY <text>` | the final text, word for word |
 //! | `WAIT <milliseconds>` | before each answer |
+//! | `FAULT <mode>` | as if the path had begun so: `FAULT m429` |
 //!
 //! Without `SAY` the final text is `[turn N] Done.` after commands, and `[turn N] You said: …` where there was no directive at all; N counts
 //! the answers of the conversation, so a client that has lost what was said before is found out.
@@ -13,7 +14,10 @@ use std::{borrow::Cow, time::Duration};
 
 use serde_json::{Map, Value, json};
 
-use crate::exchange::{Exchange, Item, Tool};
+use crate::{
+    Mode,
+    exchange::{Exchange, Item, Tool},
+};
 
 /// Longer waits are no longer a slow model but a stuck test.
 const MAX_WAIT: Duration = Duration::from_secs(120);
@@ -41,6 +45,8 @@ pub struct Plan {
     pub wait: Duration,
     /// The answer.
     pub reply: Reply,
+    /// The fault that is asked for.
+    pub fault: Option<Mode>,
 }
 
 /// What the person's last words ask for, at this point of the conversation.
@@ -61,6 +67,7 @@ pub(crate) fn plan(exchange: &Exchange) -> Plan {
     let wait = directives("WAIT ")
         .find_map(|ms| ms.trim().parse().ok())
         .map_or(Duration::ZERO, Duration::from_millis);
+    let fault = directives("FAULT ").next().map(|mode| Mode::of(&format!("/{}", mode.trim())).0);
     let mut commands = directives("RUN ");
     let ran = directives("RUN ").next().is_some();
     let reply = match (commands.nth(done), directives("SAY ").next()) {
@@ -75,6 +82,7 @@ pub(crate) fn plan(exchange: &Exchange) -> Plan {
     Plan {
         wait: wait.min(MAX_WAIT),
         reply,
+        fault,
     }
 }
 
@@ -184,6 +192,14 @@ mod tests {
         );
         check(&[user("WAIT 20\nSAY {\"a\": 1}")], "20ms {\"a\": 1}");
         check(&[user("WAIT 99999999\nSAY x")], "120s x");
+        let faults = [
+            ("FAULT m429", Some(Mode::M429)),
+            ("FAULT mcut\nSAY x", Some(Mode::Cut)),
+            ("SAY x", None),
+        ];
+        for (prompt, expected) in faults {
+            assert_eq!(plan(&exchange(&[user(prompt)], &[])).fault, expected, "{prompt}");
+        }
         let plain = plan(&exchange(&[user("RUN ls")], &[]));
         assert_eq!(plain.reply, Reply::Text("None of your 0 tools runs commands.".into()));
         let list = plan(&exchange(

@@ -165,6 +165,7 @@ async fn answer(State(ledger): State<Arc<Ledger>>, request: HttpRequest) -> Resu
     let key = key(format, &head.headers, &head.uri);
     let exchange = read(&route, &head.headers, &body);
     let plan = exchange.as_ref().ok().map(script::plan);
+    let mode = plan.as_ref().and_then(|plan| plan.fault).unwrap_or(mode);
     let outcome = outcome(mode, key.as_deref(), exchange.as_ref(), plan.as_ref().map(|plan| &plan.reply));
     let number = ledger.add(entry(format, mode, key, exchange.as_ref().ok(), &outcome));
     let reply = match outcome {
