@@ -73,8 +73,13 @@ pub(crate) async fn get(app: &App, caller: Caller, wanted: Wanted) -> Result<Res
         sha256: artifact.sha256.clone(),
         size: artifact.byte_size,
     };
-    let bytes = whole(app, &caller, object).await?.ok_or_else(no_artifact)?;
-    let content = String::from_utf8(bytes).map_err(|error| broken(&error))?;
+    let content = match artifact.text {
+        Some(text) => text,
+        None => {
+            let bytes = whole(app, &caller, object).await?.ok_or_else(no_artifact)?;
+            String::from_utf8(bytes).map_err(|error| broken(&error))?
+        }
+    };
     Ok(answered(&json!({
         "byteSize": artifact.byte_size,
         "content": content,

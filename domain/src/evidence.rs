@@ -312,6 +312,9 @@ pub struct Artifact {
     pub path: String,
     /// 64 lower-case hex digits.
     pub sha256: String,
+    /// Ours: the whole of a short text, which needs no object then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
 }
 
 /// What one check or judge saw and said.

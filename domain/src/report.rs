@@ -228,6 +228,7 @@ fn artifact(d: &mut Decoder, value: &Value) -> Option<Artifact> {
         byte_size: byte_size?,
         path: path?,
         sha256: sha256?,
+        text: None,
     })
 }
 

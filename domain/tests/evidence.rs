@@ -197,6 +197,7 @@ fn evidence_has_the_contracts_fields() {
         byte_size: 1,
         path: "p".into(),
         sha256: "0".repeat(64),
+        text: None,
     };
     check_shape(s, "EvalTrial.artifacts[]", &artifact, &artifact, &[]);
     check_shape(s, "EvalDistribution", &Distribution::default(), &Distribution::default(), &[]);

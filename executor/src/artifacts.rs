@@ -9,6 +9,7 @@ use evalgrid_domain::{
 use evalgrid_sandbox::{Base, SandboxError};
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::{
     account::Account,
@@ -16,6 +17,10 @@ use crate::{
     trial::{Attempt, StepResult, Stop, called},
 };
 
+/// An artifact this short travels with the evidence: an object costs several syncs, and a small trial must cost none.
+const INLINE_BYTES: usize = 1_024;
+/// All of those of a trial together: evidence with them should still travel inline itself.
+const INLINE_TOTAL_BYTES: usize = 4_096;
 /// Transfers at once: most of each is waiting for a disk.
 const PUTS_AT_ONCE: usize = 8;
 
@@ -99,15 +104,34 @@ async fn collect(attempt: &Attempt<'_>, paths: Vec<String>) -> Result<Kept, Stop
             texts.push((path, text));
         }
     }
-    let put = |(path, text): (String, String)| async move {
+    let mut inline = 0;
+    let texts = texts.into_iter().map(|(path, text)| {
+        let short = text.len() <= INLINE_BYTES && inline + text.len() <= INLINE_TOTAL_BYTES;
+        inline += if short { text.len() } else { 0 };
+        (path, text, short)
+    });
+    let put = |(path, text, short): (String, String, bool)| async move {
+        if short {
+            return Ok(Artifact {
+                byte_size: text.len() as u64,
+                path,
+                sha256: Sha256::digest(&text).iter().map(|byte| format!("{byte:02x}")).collect(),
+                text: Some(text),
+            });
+        }
         let object = attempt.worker.objects.put(&attempt.lease.organization_id, text.into()).await?;
         Ok::<_, Stop>(Artifact {
             byte_size: object.size,
             path,
             sha256: object.sha256,
+            text: None,
         })
     };
-    let artifacts = stream::iter(texts).map(put).buffered(PUTS_AT_ONCE).try_collect().await?;
+    let artifacts = stream::iter(texts.collect::<Vec<_>>())
+        .map(put)
+        .buffered(PUTS_AT_ONCE)
+        .try_collect()
+        .await?;
     let mut diagnostics = Vec::new();
     if beyond > 0 {
         diagnostics.push(format!(

@@ -64,6 +64,9 @@ pub(super) async fn artifact(batches: &mut client::Batches, id: &str, path: &str
             },
         ));
     };
+    if let Some(text) = &artifact.text {
+        return Ok(text.clone().into_bytes());
+    }
     let object = ObjectRef {
         sha256: artifact.sha256.clone(),
         size: artifact.byte_size,
