@@ -13,11 +13,9 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("git", "git"),
     ("bash", "bash"),
     ("zsh", "zsh"),
-    // For bundles.
-    ("node", "nodejs"),
     ("redis-server", "redis-server"),
     ("redis-sentinel", "redis-sentinel"),
-    // For the agents.
+    // For the agents, and for the bundles of validators and mocks.
     ("node", "nodejs"),
     ("npm", "npm"),
     // For the power cuts.
