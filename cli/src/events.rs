@@ -144,6 +144,10 @@ fn told(kind: &Kind) -> Told {
                 ("trial", trial(e.trial.as_ref())),
                 ("token", json!(e.token)),
                 ("outcome", e.outcome.as_ref().map_or(Value::Null, outcome)),
+                (
+                    "sandboxKeptUntil",
+                    e.sandbox_kept_until_ms.map_or(Value::Null, |ms| json!(timestamp::format(ms))),
+                ),
             ],
         ),
         Kind::BatchEnded(e) => (
@@ -390,10 +394,11 @@ mod tests {
             }),
             outcome: None,
             token: 0,
+            sandbox_kept_until_ms: Some(0),
         };
         check(
             Some(Kind::TrialSettled(settled)),
-            json!({"kind": "TrialSettled", "trial": {"batch": "01", "run": 2, "ordinal": 3}, "token": 0, "outcome": null}),
+            json!({"kind": "TrialSettled", "trial": {"batch": "01", "run": 2, "ordinal": 3}, "token": 0, "outcome": null, "sandboxKeptUntil": "1970-01-01T00:00:00.000Z"}),
         );
     }
 

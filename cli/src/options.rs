@@ -238,6 +238,9 @@ pub(crate) struct ExecutorFlags {
     /// Processes and threads that a sandbox may have, where this machine can limit it. Example: --sandbox-pids 4096
     #[arg(long, value_name = "N", default_value = "1024", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
     pub(crate) sandbox_pids: u32,
+    /// How many minutes the sandbox of a trial that did not pass stays, for `sandboxes enter`; 0: it is destroyed at once. Example: --keep-failed 30
+    #[arg(long, value_name = "MINUTES", default_value = "0", value_parser = clap::value_parser!(u64).range(0..=1_440))]
+    pub(crate) keep_failed: u64,
     #[command(flatten)]
     pub(crate) tools: ToolFlags,
 }

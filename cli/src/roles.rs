@@ -422,6 +422,7 @@ fn executor_options(
     let supervisor_executable = std::env::current_exe()
         .map_err(|error| Failure::new(format!("this program cannot find its own file: {error}"), "Is /proc mounted?"))?;
     Ok(ExecutorOptions {
+        keep_failed: Duration::from_secs(60 * flags.keep_failed),
         work: absolute(&work),
         schedulers,
         worker_token,

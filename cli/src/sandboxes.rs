@@ -1,5 +1,7 @@
 //! `sandboxes`: the operator's view of custody, and a hand for what is left over.
 
+use std::{os::unix::process::CommandExt as _, path::Path};
+
 use evalgrid_domain::{outcome::humanise_duration, timestamp};
 use evalgrid_proto::v1::{CustodySandbox, ListSandboxesRequest, ReapSandboxesRequest, SandboxList, SandboxState};
 use serde_json::{Value, json};
@@ -16,6 +18,12 @@ pub(crate) async fn run(command: options::Sandboxes) -> Result<(), Failure> {
             }
             output::print(&table(&list))
         }
+        options::Sandboxes::Enter {
+            name,
+            work,
+            tools,
+            network,
+        } => Err(enter(&name, &work, tools.as_deref(), network)),
         options::Sandboxes::Reap { operator, dry_run } => {
             let answer = client::admin(&operator)
                 .await?
@@ -27,6 +35,35 @@ pub(crate) async fn run(command: options::Sandboxes) -> Result<(), Failure> {
             output::line(&format!("The destruction of {} is {what}.", output::count(asked.total, "sandbox")))
         }
     }
+}
+
+/// Becomes the shell; what it returns is why it did not.
+fn enter(name: &str, work: &Path, tools: Option<&Path>, network: bool) -> Failure {
+    let here = |provider: &str| evalgrid_sandbox::is_sandbox_name(name) && work.join(provider).join(name).is_dir();
+    let shell = if here("bubblewrap") {
+        let tools = tools.map_or_else(|| work.join("tools"), Path::to_owned);
+        evalgrid_sandbox::bubblewrap_shell(&work.join("bubblewrap"), name, &tools, network)
+    } else if here("process") {
+        evalgrid_sandbox::process_shell(&work.join("process"), name)
+    } else if here("docker") {
+        return Failure::new(
+            format!("the sandbox {name} is a container"),
+            format!("Its shell is docker exec -it $(docker ps -q --filter label=evalgrid.sandbox={name}) /bin/bash"),
+        );
+    } else {
+        return Failure::usage(
+            format!("there is no sandbox {:?} in {}", output::short(name, 80), work.display()),
+            "Name the folder of its executor with --work, on the executor's machine; `evalgrid sandboxes list` shows the names.",
+        );
+    };
+    let error = match shell {
+        Ok(mut shell) => shell.exec().to_string(),
+        Err(error) => error.to_string(),
+    };
+    Failure::new(
+        format!("the shell could not be started: {error}"),
+        "See whether you may read the executor's folder, and whether bubblewrap works here.",
+    )
 }
 
 fn state(sandbox: &CustodySandbox) -> &'static str {
@@ -41,7 +78,11 @@ fn table(list: &SandboxList) -> String {
     let mut text = String::new();
     for sandbox in &list.sandboxes {
         let age = humanise_duration(list.now_ms.saturating_sub(sandbox.intended_at_ms) / 1000 * 1000);
-        let needed = if sandbox.needed { "needed" } else { "not needed" };
+        let needed = match sandbox.kept_until_ms {
+            Some(until_ms) if until_ms > list.now_ms => format!("kept until {}", timestamp::format(until_ms)),
+            _ if sandbox.needed => "needed".to_owned(),
+            _ => "not needed".to_owned(),
+        };
         let worker = if sandbox.worker_here { "here" } else { "away" };
         let name = match &sandbox.provider_id {
             Some(id) => format!("{} ({})", sandbox.name, output::short(id, 60)),
@@ -86,6 +127,7 @@ fn as_json(list: &SandboxList) -> Value {
             "intendedAt": timestamp::format(sandbox.intended_at_ms),
             "destroyAskedAt": sandbox.destroy_asked_at_ms.map(timestamp::format),
             "asked": sandbox.asked,
+            "keptUntil": sandbox.kept_until_ms.map(timestamp::format),
             "ageMs": list.now_ms.saturating_sub(sandbox.intended_at_ms),
         })
     });

@@ -183,6 +183,10 @@ pub const MAX_TRIAL_DIFF_BYTES: usize = 16 << 20;
 pub const MAX_DIFF_PATTERNS: usize = 256;
 /// Bytes of one such pattern: longer paths there are none.
 pub const MAX_DIFF_PATTERN_BYTES: usize = 4_096;
+/// How long the sandbox of a trial that did not pass may be kept: a day.
+pub const MAX_KEEP_MS: u64 = 24 * 3_600_000;
+/// Sandboxes that are kept for people on one worker at a time: each may hold gigabytes of its disk.
+pub const MAX_KEPT_SANDBOXES: usize = 16;
 /// Bytes of one kept file; larger ones are no text that a person reads.
 pub const MAX_ARTIFACT_BYTES: u64 = 256 << 10;
 /// Kept files of one trial: each is an object, and an object costs several syncs.

@@ -93,6 +93,8 @@ pub struct ExecutorOptions {
     pub supervisor_executable: PathBuf,
     /// Of each sandbox.
     pub limits: Limits,
+    /// How long the sandbox of a trial that did not pass stays, for people to look into; zero: it goes at once.
+    pub keep_failed: Duration,
     /// Where agents come from.
     pub tools: ToolOptions,
 }
@@ -155,7 +157,8 @@ pub async fn run(options: ExecutorOptions, mut shutdown: watch::Receiver<bool>) 
         open.unwrap_or_else(|error| Err(std::io::Error::other(error)))
             .map_err(|error| FolderError::Io(options.work.join("bases"), error))?
     };
-    let worker = Arc::new(Worker::new(folder, options.slots, objects, providers, bases, options.limits, tools));
+    let worker = Worker::new(folder, options.slots, objects, providers, bases, options.limits, tools);
+    let worker = Arc::new(worker.keeping(options.keep_failed));
     let stop = async {
         // An error says that nobody can tell us any more.
         let _ = shutdown.wait_for(|stop| *stop).await;

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use evalgrid_proto::v1::{AttemptFailure, AttemptFailureKind, Hello, Lease, Report, Throttled, TrialResult};
+use evalgrid_proto::v1::{AttemptFailure, AttemptFailureKind, Hello, Lease, Report, Throttled, TrialResult, TrialStatus};
 use evalgrid_sandbox::{Limits, SandboxProvider};
 use futures::FutureExt as _;
 use tokio::{
@@ -51,6 +51,8 @@ pub(crate) struct Worker {
     pub(crate) providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>>,
     pub(crate) bases: Arc<Bases>,
     pub(crate) limits: Limits,
+    /// How long the sandbox of a trial that did not pass stays.
+    keep_failed: Duration,
     pub(crate) tools: Tools,
     pub(crate) folder: Folder,
     pub(crate) caches: Arc<Caches>,
@@ -87,6 +89,7 @@ impl Worker {
             providers,
             bases,
             limits,
+            keep_failed: Duration::ZERO,
             caches: Arc::new(Caches::open(&folder.path, &folder.boot_id)),
             tools,
             folder,
@@ -96,6 +99,11 @@ impl Worker {
             leases_end: watch::Sender::new(None),
             stopping: AtomicBool::new(false),
         }
+    }
+
+    /// Keeps the sandboxes of trials that did not pass for this long.
+    pub(crate) fn keeping(self, keep_failed: Duration) -> Self {
+        Self { keep_failed, ..self }
     }
 
     /// What a new session begins with, and the reports to send again.
@@ -228,11 +236,19 @@ impl Worker {
             Ended::Failed(AttemptFailureKind::SandboxLost, "the executor hit a bug".into())
         });
         let token = lease.token;
+        let mut keep_ms = 0;
         let fact = match ended {
-            Ended::Outcome(outcome) => Fact::Result(Box::new(TrialResult {
-                token,
-                outcome: Some(*outcome),
-            })),
+            Ended::Outcome(outcome) => {
+                keep_ms = match outcome.status() {
+                    TrialStatus::Passed => 0,
+                    _ => self.keep_failed.as_millis() as u64,
+                };
+                Fact::Result(Box::new(TrialResult {
+                    token,
+                    outcome: Some(*outcome),
+                    keep_sandbox_ms: keep_ms,
+                }))
+            }
             Ended::Failed(kind, reason) => {
                 tracing::warn!(?kind, reason, "the attempt has failed");
                 Fact::Failure(AttemptFailure {
@@ -265,7 +281,8 @@ impl Worker {
             }
         };
         reported.store(true, Ordering::Release);
-        if self.outbox.push_awaited(fact).await.is_ok() {
+        // One that is kept goes when the scheduler asks for that: its log has the deadline, which outlives this process.
+        if self.outbox.push_awaited(fact).await.is_ok() && keep_ms == 0 {
             self.destroy_and_tell(&lease.sandbox, Some(&lease.provider)).await;
         }
     }

@@ -28,6 +28,7 @@ mod protocol;
 mod provider;
 mod root;
 mod share;
+mod shell;
 mod supervisor;
 mod sys;
 mod tree;
@@ -36,9 +37,10 @@ mod zygote;
 pub use cgroup::Enforcement;
 pub use docker::{DockerImage, DockerOptions, DockerProvider};
 pub use helpers::{init_main, run_if_helper, zygote_main};
-pub use layout::{remove_tree, spread};
+pub use layout::{is_sandbox_name, remove_tree, spread};
 pub use network::{Endpoint, Network, NetworkError};
 pub use provider::{BubblewrapOptions, BubblewrapProvider, ProcessProvider};
+pub use shell::{bubblewrap_shell, process_shell};
 pub use tree::{Budget as CopyBudget, copy as copy_tree};
 
 use std::{

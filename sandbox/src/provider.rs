@@ -678,7 +678,7 @@ fn make_tools(folder: &Path) -> io::Result<()> {
 }
 
 /// The absolute path of a program.
-fn find_program(program: &Path) -> Option<PathBuf> {
+pub(crate) fn find_program(program: &Path) -> Option<PathBuf> {
     if program.components().count() > 1 {
         return program.exists().then(|| program.to_owned());
     }

@@ -46,8 +46,13 @@ pub fn reap(core: &mut Core, chance: &mut Chance) {
     let unneeded: BTreeSet<String> = unneeded(core).map(str::to_owned).collect();
     core.sessions.asks.by_sandbox.retain(|name, _| unneeded.contains(name));
     for name in unneeded {
+        // One that was kept its worker does not remove by itself.
+        let was_kept = core.state.sandbox(&name).is_some_and(|sandbox| sandbox.kept_until_ms.is_some());
         let ask = core.sessions.asks.by_sandbox.entry(name.clone()).or_insert_with(|| Ask {
-            next_ms: steady_ms + GRACE_MS + chance.below(LOOK_EVERY_MS),
+            next_ms: match was_kept {
+                true => steady_ms,
+                false => steady_ms + GRACE_MS + chance.below(LOOK_EVERY_MS),
+            },
             asked: 0,
         });
         if ask.next_ms <= steady_ms {
@@ -56,12 +61,12 @@ pub fn reap(core: &mut Core, chance: &mut Chance) {
     }
 }
 
-/// Sandboxes in custody that no trial needs.
+/// Sandboxes in custody that no trial needs, and that are not kept for people.
 pub fn unneeded(core: &Core) -> impl Iterator<Item = &str> {
     core.state
         .custody()
         .map(|(name, _)| name)
-        .filter(|name| !decide::needed(&core.state, name))
+        .filter(|name| !decide::needed(&core.state, name) && !decide::kept(&core.state, name, core.now_ms()))
 }
 
 /// Asks a sandbox's worker to destroy it, if it is here; true if it was. Only for what no trial needs.
@@ -153,6 +158,7 @@ fn listed(core: &Core, names: &[&str]) -> v1::SandboxList {
             intended_at_ms: sandbox.intended_ms,
             destroy_asked_at_ms: sandbox.destroy_asked_ms,
             needed: decide::needed(&core.state, name),
+            kept_until_ms: sandbox.kept_until_ms,
             worker_here: core.sessions.is_here(&sandbox.worker_id),
             asked: core.sessions.asks.by_sandbox.get(*name).map_or(0, |ask| ask.asked),
         })
@@ -175,6 +181,11 @@ pub fn greet(core: &mut Core, hello: &v1::Hello, chance: &mut Chance) {
         names: &hello.sandboxes,
     };
     let (unneeded, foreign) = decide::unneeded(&core.state, &listing);
+    let now_ms = core.now_ms();
+    let unneeded: Vec<&str> = unneeded
+        .into_iter()
+        .filter(|name| !decide::kept(&core.state, name, now_ms))
+        .collect();
     for name in unneeded {
         let its_own = core.state.sandbox(name).is_some_and(|sandbox| sandbox.worker_id == hello.worker_id);
         if !its_own || !ask_worker(core, name, chance) {
@@ -202,7 +213,10 @@ pub fn greet(core: &mut Core, hello: &v1::Hello, chance: &mut Chance) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use evalgrid_domain::ids::{BatchId, OrgId};
+    use evalgrid_domain::{
+        ids::{BatchId, OrgId},
+        limits,
+    };
     use evalgrid_proto::log::v1::{self as log, event::Kind};
     use evalgrid_workflow::{State, decide::Holder};
     use tokio::sync::mpsc;
@@ -213,6 +227,11 @@ mod tests {
 
     /// A sandbox with a verdict, whose worker `w` is here and has not removed it.
     fn left_over() -> (Core, mpsc::Receiver<crate::sessions::Outbound>, String) {
+        kept_for(0)
+    }
+
+    /// The same, of a worker that keeps it.
+    fn kept_for(keep_ms: u64) -> (Core, mpsc::Receiver<crate::sessions::Outbound>, String) {
         let mut core = Core::new(State::default(), vec![0; 65], 0);
         core.set_time(NOW_MS, 0);
         let organization = OrgId::new(NOW_MS, [1; 10]);
@@ -247,6 +266,7 @@ mod tests {
             ..Default::default()
         };
         let settled = decide::result(&core.state, "w", token, outcome, NOW_MS).unwrap();
+        let settled = decide::keep_sandbox(&core.state, "w", settled, keep_ms, NOW_MS);
         core.commit_settled(settled);
         let name = core.state.custody().next().unwrap().0.to_owned();
         let (sender, outbound) = mpsc::channel(64);
@@ -288,6 +308,31 @@ mod tests {
         core.commit_all(gone);
         assert!(asked(&mut core, &mut outbound, 7_200..9_000).is_empty(), "confirmed");
         assert!(core.sessions.asks.by_sandbox.is_empty() && list(&core).total == 0);
+    }
+
+    /// One that is kept for people is nobody's to destroy until its time is over, and somebody's for ever from then on.
+    #[test]
+    fn a_kept_sandbox_stays_until_its_time_is_over() {
+        let (mut core, mut outbound, name) = kept_for(600_000);
+        let mut chance = Chance::new(1);
+        assert_eq!(list(&core).sandboxes[0].kept_until_ms, Some(NOW_MS + 600_000));
+        assert!(asked(&mut core, &mut outbound, 0..590).is_empty());
+        assert_eq!(reap_now(&mut core, false, &mut chance).total, 0, "not even by hand");
+        // A worker that comes back with it, and a scheduler that comes back from a snapshot, leave it alone, too.
+        core.state = State::restore(&core.state.save()).unwrap();
+        let hello = v1::Hello {
+            worker_id: "w".into(),
+            providers: vec!["process".into()],
+            boot_id: "boot".into(),
+            sandboxes: vec![name.clone()],
+            ..Default::default()
+        };
+        greet(&mut core, &hello, &mut chance);
+        assert!(outbound.try_recv().is_err());
+        let times = asked(&mut core, &mut outbound, 600..700);
+        assert!((600..=605).contains(times.first().unwrap()), "{times:?}");
+        let longest = kept_for(u64::MAX).0;
+        assert_eq!(list(&longest).sandboxes[0].kept_until_ms, Some(NOW_MS + limits::MAX_KEEP_MS));
     }
 
     /// catalogue 5: what counts is what is, not what has changed. A worker that was away when it was to be asked is asked when it is back.

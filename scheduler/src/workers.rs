@@ -231,7 +231,10 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
     for result in report.results {
         let Some(outcome) = result.outcome else { continue };
         match decide::result(&core.state, worker_id, result.token, outcome, now_ms) {
-            Ok(event) => core.commit_settled(event),
+            Ok(event) => {
+                let event = decide::keep_sandbox(&core.state, worker_id, event, result.keep_sandbox_ms, now_ms);
+                core.commit_settled(event);
+            }
             Err(refusal) => refuse(core, result.token, refusal),
         }
     }

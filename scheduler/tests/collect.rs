@@ -121,6 +121,7 @@ impl Scene {
             results: vec![TrialResult {
                 token: lease.token,
                 outcome: Some(outcome),
+                keep_sandbox_ms: 0,
             }],
             destroyed: vec![lease.sandbox.clone()],
             credits: 1,

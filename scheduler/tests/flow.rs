@@ -173,6 +173,7 @@ async fn custody_from_intent_to_confirmation() {
         results: vec![v1::TrialResult {
             token: over.token,
             outcome: Some(outcome),
+            keep_sandbox_ms: 0,
         }],
         ..Report::default()
     };

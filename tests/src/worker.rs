@@ -277,6 +277,7 @@ impl Worker {
                     Fact::Result(token) => report.results.push(TrialResult {
                         token: *token,
                         outcome: Some(passed()),
+                        keep_sandbox_ms: 0,
                     }),
                 }
             }

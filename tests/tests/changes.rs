@@ -1,7 +1,11 @@
 //! What a trial leaves to be looked at: its file changes, the files that are kept, where its time went.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
-use std::{process::Command, time::Duration};
+use std::{
+    io::Write as _,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use evalgrid_tests::{
     server::{Server, binary},
@@ -99,4 +103,65 @@ fn changes(turn: &Value) -> Vec<String> {
     changes
         .map(|change| format!("{} {}", change["kind"].as_str().unwrap(), change["path"].as_str().unwrap()))
         .collect()
+}
+
+/// What --keep-failed keeps outlives the server; a person looks into it. (That it goes when its time is over is tested where time can be set.)
+#[tokio::test(flavor = "multi_thread")]
+async fn the_sandbox_of_a_failed_trial_is_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = Server::new(folder.path());
+    server.executor.extend(["--keep-failed", "60"].map(str::to_owned));
+    let mut process = server.serve();
+    let api = server.ready().await;
+    let run = "echo mark > look.txt";
+    for verify in ["true", "false"] {
+        let id = api.start(&suite::command_batch(1, 1, "bubblewrap", run, verify)).await;
+        api.ended(&id, PATIENCE).await;
+    }
+    let (data, scheduler) = (server.data(), format!("http://{}", server.grpc));
+    let list = || {
+        let arguments = [
+            "sandboxes",
+            "list",
+            "--json",
+            "--data",
+            data.to_str().unwrap(),
+            "--scheduler",
+            &scheduler,
+        ];
+        let output = Command::new(binary()).args(arguments).output().unwrap();
+        serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default()
+    };
+    // The sandbox of the trial that passed goes.
+    let one = evalgrid_tests::eventually("one is left", PATIENCE, || async { Some(list()).filter(|list| list["total"] == 1) }).await;
+    let name = one["sandboxes"][0]["name"].as_str().unwrap().to_owned();
+    assert!(one["sandboxes"][0]["keptUntil"].is_string(), "{one}");
+    process.kill();
+    process = server.serve();
+    server.ready().await;
+    let back = || async { Some(list()).filter(|list| list["sandboxes"][0]["workerHere"] == true) };
+    let list = evalgrid_tests::eventually("its worker is back", PATIENCE, back).await;
+    assert_eq!(list["sandboxes"][0]["keptUntil"], one["sandboxes"][0]["keptUntil"]);
+    let work = data.join("work");
+    let mut shell = Command::new(binary())
+        .args(["sandboxes", "enter", &name, "--work", work.to_str().unwrap()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    shell
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(b"cat look.txt; pwd; echo $HOME\nexit\n")
+        .unwrap();
+    let output = shell.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "mark\n/workspace\n/home/agent\n");
+    let nobody = Command::new(binary())
+        .args(["sandboxes", "enter", "../x", "--work", work.to_str().unwrap()])
+        .output()
+        .unwrap();
+    assert!(!nobody.status.success());
+    assert_eq!(process.terminate(Duration::from_secs(20)), 0);
 }

@@ -326,6 +326,11 @@ impl State {
         trial.phase = Phase::Settled(Box::new(outcome));
         trial.steps = Vec::new();
         trial.progress_ms = at_ms;
+        if let Some(until_ms) = settled.sandbox_kept_until_ms
+            && let Some(sandbox) = trial.sandbox.as_ref().and_then(|name| self.custody.get_mut(name))
+        {
+            sandbox.kept_until_ms = Some(until_ms);
+        }
         if let Some(local) = &mut batch.local {
             local.sign_ms = at_ms;
         }

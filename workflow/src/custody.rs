@@ -37,6 +37,8 @@ pub struct Sandbox {
     pub provider_id: Option<String>,
     /// Since when its worker is asked to destroy it, milliseconds since the epoch.
     pub destroy_asked_ms: Option<u64>,
+    /// Until when it stays although its trial has ended, for people to look into, milliseconds since the epoch.
+    pub kept_until_ms: Option<u64>,
 }
 
 /// What is known of the sandboxes of a worker, and by which kind of list: kinds differ in what they prove of a sandbox that they do not name.
@@ -152,6 +154,27 @@ pub fn needed(state: &State, name: &str) -> bool {
         .is_some_and(|trial| trial.sandbox.as_deref() == Some(name) && !matches!(trial.phase, Phase::Settled(_)))
 }
 
+/// Whether a sandbox is kept for people now.
+pub fn kept(state: &State, name: &str, now_ms: u64) -> bool {
+    let until_ms = state.custody.get(name).and_then(|sandbox| sandbox.kept_until_ms);
+    until_ms.is_some_and(|until_ms| now_ms < until_ms)
+}
+
+/// A verdict whose worker keeps the trial's sandbox for `keep_ms`: says so, within the limits of time and number. What is above them is simply not
+/// needed any more.
+pub fn keep_sandbox(state: &State, worker_id: &str, mut verdict: Event, keep_ms: u64, now_ms: u64) -> Event {
+    let kept = state
+        .custody()
+        .filter(|(name, sandbox)| sandbox.worker_id == worker_id && kept(state, name, now_ms));
+    if let Some(Kind::TrialSettled(settled)) = &mut verdict.kind
+        && keep_ms > 0
+        && kept.count() < limits::MAX_KEPT_SANDBOXES
+    {
+        settled.sandbox_kept_until_ms = Some(now_ms + keep_ms.min(limits::MAX_KEEP_MS));
+    }
+    verdict
+}
+
 /// Its provider has made a sandbox and named it. Believed whoever holds the lease by now: what is there must not be lost from sight. `None` where
 /// that is known, or where nothing is in custody under this name with this worker.
 pub fn created(state: &State, worker_id: &str, report: v1::CreatedSandbox, now_ms: u64) -> Option<Event> {
@@ -176,7 +199,7 @@ pub fn created(state: &State, worker_id: &str, report: v1::CreatedSandbox, now_m
 /// where the sandbox is needed.
 pub fn ask_to_destroy(state: &State, name: &str, now_ms: u64) -> Option<Event> {
     let sandbox = state.custody.get(name)?;
-    (sandbox.destroy_asked_ms.is_none() && !needed(state, name)).then(|| {
+    (sandbox.destroy_asked_ms.is_none() && !needed(state, name) && !kept(state, name, now_ms)).then(|| {
         event(
             now_ms,
             Kind::SandboxDestroyAsked(log::SandboxDestroyAsked {

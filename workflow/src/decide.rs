@@ -10,7 +10,7 @@ use evalgrid_proto::{
     v1::{self, AttemptFailureKind, TrialOutcome, TrialStatus},
 };
 
-pub use crate::custody::{ask_to_destroy, created, destroyed, hello_sandboxes, listed_sandboxes, needed, unneeded};
+pub use crate::custody::{ask_to_destroy, created, destroyed, hello_sandboxes, keep_sandbox, kept, listed_sandboxes, needed, unneeded};
 use crate::{
     admission::{MAX_RETRY_AFTER_MS, MIN_RETRY_AFTER_MS},
     apply::trial_ref,
@@ -572,6 +572,7 @@ pub(crate) fn settled(key: TrialKey, token: u64, outcome: TrialOutcome, now_ms: 
             trial: trial_ref(key),
             token,
             outcome: Some(outcome),
+            sandbox_kept_until_ms: None,
         }),
     )
 }

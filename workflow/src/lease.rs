@@ -45,6 +45,7 @@ impl State {
                 created: false,
                 provider_id: None,
                 destroy_asked_ms: None,
+                kept_until_ms: None,
             };
             if self.custody.insert(granted.sandbox.clone(), sandbox).is_some() {
                 return illegal("a sandbox's name is used twice");

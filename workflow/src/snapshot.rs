@@ -68,6 +68,7 @@ impl State {
                 created: sandbox.created,
                 provider_id: sandbox.provider_id.clone(),
                 destroy_asked_ms: sandbox.destroy_asked_ms,
+                kept_until_ms: sandbox.kept_until_ms,
             };
             state.admission.lives(&restored.provider, &sandbox.name);
             state.custody.insert(sandbox.name.clone(), restored);
@@ -342,6 +343,7 @@ fn save_sandbox(name: &str, sandbox: &Sandbox) -> log::SavedSandbox {
         created: sandbox.created,
         provider_id: sandbox.provider_id.clone(),
         destroy_asked_ms: sandbox.destroy_asked_ms,
+        kept_until_ms: sandbox.kept_until_ms,
     }
 }
 

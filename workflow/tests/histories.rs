@@ -329,6 +329,8 @@ impl World {
             ..Default::default()
         };
         if let Ok(event) = decide::result(&self.state, worker, token, outcome, self.now_ms) {
+            let keep_ms = [0, 60_000, u64::MAX][self.rng.random_range(0..3)];
+            let event = decide::keep_sandbox(&self.state, worker, event, keep_ms, self.now_ms);
             self.commit_all([event]);
         }
     }
@@ -470,6 +472,7 @@ fn check_log(log: &[Event]) {
     let mut steps = HashSet::new();
     let mut sandbox_of = HashMap::new();
     let mut custody = HashSet::new();
+    let mut kept_until = HashMap::new();
     let mut last_token = 0;
     let mut last_ms = 0;
     for event in log {
@@ -519,6 +522,14 @@ fn check_log(log: &[Event]) {
             Kind::TrialSettled(settled) => {
                 let trial = settled.trial.clone().unwrap();
                 assert!(verdicts.insert((trial.batch, trial.run, trial.ordinal)), "a trial has one verdict");
+                if let Some(until_ms) = settled.sandbox_kept_until_ms {
+                    assert!(until_ms <= event.at_ms + limits::MAX_KEEP_MS, "nothing is kept for ever");
+                    kept_until.insert(sandbox_of[&settled.token].clone(), until_ms);
+                }
+            }
+            Kind::SandboxDestroyAsked(asked) => {
+                let until_ms = kept_until.get(&asked.sandbox).copied().unwrap_or_default();
+                assert!(event.at_ms >= until_ms, "what is kept stays");
             }
             Kind::SandboxDestroyed(gone) => assert!(custody.remove(&gone.sandbox), "custody ends once"),
             _ => {}
@@ -703,6 +714,7 @@ fn an_event_that_does_not_fit_is_refused() {
             trial: nowhere.clone(),
             token: 0,
             outcome: Some(Default::default()),
+            sandbox_kept_until_ms: None,
         }),
     );
     check(

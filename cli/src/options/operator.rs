@@ -1,5 +1,7 @@
 //! Commands of the operator, who has the admin token of a running server.
 
+use std::path::PathBuf;
+
 use clap::{ArgAction, Args, Subcommand, builder::BoolishValueParser};
 
 use super::{Data, SchedulerAddress};
@@ -114,6 +116,25 @@ pub(crate) enum Sandboxes {
             action = ArgAction::Set, value_parser = BoolishValueParser::new()
         )]
         json: bool,
+    },
+    /// Open a shell in a sandbox on this machine, with its home and its workspace, as its agent had them. What runs in it is not seen. Meant for
+    /// those that --keep-failed has kept.
+    #[command(after_help = "Example: evalgrid sandboxes enter trial_…-7 --work /var/lib/evalgrid-work")]
+    Enter {
+        /// The sandbox's name, from `sandboxes list`.
+        name: String,
+        /// The folder of the executor whose sandbox it is; that of `serve` is the folder work in its data folder. Example: --work /var/lib/evalgrid-work
+        #[arg(long, value_name = "DIR", default_value = "evalgrid-data/work")]
+        work: PathBuf,
+        /// That executor's --tools, if it has one; by default the folder tools in its work folder. Example: --tools /var/cache/evalgrid/tools
+        #[arg(long, value_name = "DIR")]
+        tools: Option<PathBuf>,
+        /// Whether the shell may use the network. Example: --network
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        network: bool,
     },
     /// Ask workers now to destroy the sandboxes that no trial needs. It is done anyway after a while; this only does not wait.
     #[command(after_help = "Example: evalgrid sandboxes reap --dry-run")]

@@ -175,6 +175,7 @@ impl Grid {
     pub fn executor_of(&self, cell: &[&Grid]) -> Executor {
         let (stop, shutdown) = watch::channel(false);
         let options = ExecutorOptions {
+            keep_failed: Duration::ZERO,
             work: self.folder.path().join("worker"),
             schedulers: cell.iter().map(|grid| format!("http://{}", grid.address)).collect(),
             worker_token: TOKEN.into(),

@@ -22,6 +22,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+pub use bubblewrap::shell;
+
 use backend::{Backend, Event, Launch, StartFailure};
 use connection::Connection;
 use output::{Burst, Sink, Source};

@@ -264,6 +264,7 @@ fn a_heartbeat_behind_the_verdict_changes_nothing() {
             results: vec![TrialResult {
                 token: lease.token,
                 outcome: Some(outcome),
+                keep_sandbox_ms: 0,
             }],
             ..Report::default()
         })
@@ -299,6 +300,7 @@ fn a_report_that_cannot_be_recorded_ends_its_own_trial_only() {
             status,
             ..TrialOutcome::default()
         }),
+        keep_sandbox_ms: 0,
     };
     type Bad = Box<dyn Fn(u64, &mut Report)>;
     let bad: [(&str, Bad); 5] = [

@@ -279,6 +279,7 @@ impl Worker {
         let results = vec![TrialResult {
             token: lease.token,
             outcome: Some(outcome),
+            keep_sandbox_ms: 0,
         }];
         self.report(Report {
             results,

@@ -264,6 +264,7 @@ impl Sim {
             News::Result(Box::new(TrialResult {
                 token,
                 outcome: Some(outcome),
+                keep_sandbox_ms: 0,
             }))
         });
     }
