@@ -1,6 +1,6 @@
 //! What a sandbox costs: create, one `true`, destroy; beside the bare processes. CPU is that of every process started (cpuacct group).
 //!
-//! `cargo run --release -p evalgrid-sandbox --example cost -- [rounds] [provider]`
+//! `cargo run --release -p evalgrid-sandbox --example cost -- [rounds] [provider] [docker socket] [docker image]`
 #![allow(clippy::disallowed_methods)]
 
 use std::{
@@ -87,13 +87,14 @@ async fn batches<F: Future<Output = [f64; 3]> + Send + 'static>(
         cpu.push((cpu_ms() - before) / (turns * parallel) as f64);
     }
     cpu.sort_by(f64::total_cmp);
-    let mut p50 = |f: fn(&[f64; 3]) -> f64| {
+    let mut part = |f: fn(&[f64; 3]) -> f64, part: usize| {
         results.sort_by(|a, b| f(a).total_cmp(&f(b)));
-        f(&results[results.len() / 2])
+        f(&results[(results.len() - 1) * part / 100])
     };
-    let (all, create, run, destroy) = (p50(|r| r.iter().sum()), p50(|r| r[0]), p50(|r| r[1]), p50(|r| r[2]));
+    let (all, create, slow) = (part(|r| r.iter().sum(), 50), part(|r| r[0], 50), part(|r| r[0], 99));
+    let (run, destroy) = (part(|r| r[1], 50), part(|r| r[2], 50));
     println!(
-        "{label:16} x{parallel}: p50 {all:6.2} ms (create {create:6.2}, step {run:6.2}, destroy {destroy:6.2}), CPU each {:6.3} ms (median batch {:6.3})",
+        "{label:16} x{parallel:2}: p50 {all:6.2} ms (create {create:6.2}, p99 {slow:6.2}; step {run:6.2}, destroy {destroy:6.2}), CPU each {:6.3} ms (median batch {:6.3})",
         cpu[0], cpu[2]
     );
 }
@@ -126,9 +127,22 @@ async fn measure() {
          --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc --dev /dev --tmpfs /tmp --die-with-parent --new-session true",
     );
     let only = std::env::args().nth(2);
-    for parallel in [1, 8] {
-        for (label, provider, argv) in [("process", &process, words("true")), ("bubblewrap", &bubblewrap, bwrap.clone())] {
-            if only.as_ref().is_some_and(|o| o != label) {
+    let mut providers = vec![("process", process, words("true")), ("bubblewrap", bubblewrap, bwrap)];
+    if let (Some(socket), Some(image)) = (std::env::args().nth(3), std::env::args().nth(4)) {
+        let bare = words(&format!("docker -H unix://{socket} run --rm --network none {image} true"));
+        let options = DockerOptions {
+            socket: socket.into(),
+            image: DockerImage::Name(image),
+            owner: format!("cost-{}", std::process::id()),
+            network: Network::Off,
+            cpus: None,
+        };
+        let docker = DockerProvider::open(root.join("d"), None, options).await.expect("docker");
+        providers.push(("docker", Arc::new(docker), bare));
+    }
+    for parallel in [1, 8, 32] {
+        for (label, provider, argv) in &providers {
+            if only.as_ref().is_some_and(|o| o != "all" && o != label) {
                 continue;
             }
             trial(&**provider, format!("warm-{parallel}")).await;
