@@ -197,7 +197,7 @@ pub(crate) fn refused_trial(status: &Status) -> Failure {
     let program = output::program();
     let next = match status.code() {
         Code::InvalidArgument => "Correct --void.".to_owned(),
-        Code::NotFound | Code::FailedPrecondition => format!("See the batch's trials: {program} batch get batch_…"),
+        Code::NotFound | Code::FailedPrecondition => format!("See the ids of the batch's trials: {program} batch get batch_… --json"),
         _ => return refused_to_operator(status),
     };
     told(status, next)

@@ -108,7 +108,8 @@ fn time(trials: &[Trial]) -> Option<String> {
 
 /// What did not pass and why, the same words of a run together: what failed first, then what did not count.
 fn explained(batch: &Batch, variants: &[String], reasons: &Reasons) -> String {
-    let mut counts: BTreeMap<(bool, u32, u32, String), u32> = BTreeMap::new();
+    // How many, and the id of the first.
+    let mut counts: BTreeMap<(bool, u32, u32, String), (u32, &str)> = BTreeMap::new();
     for run in &batch.runs {
         for trial in &run.trials {
             let key: TrialKey = (run.case_index, run.variant_index, trial.ordinal);
@@ -119,15 +120,19 @@ fn explained(batch: &Batch, variants: &[String], reasons: &Reasons) -> String {
             };
             if let Some(why) = why {
                 let void = trial.status() == TrialStatus::Void;
-                *counts.entry((void, run.case_index, run.variant_index, why)).or_default() += 1;
+                let counted = counts.entry((void, run.case_index, run.variant_index, why));
+                counted.or_insert((0, &trial.id)).0 += 1;
             }
         }
     }
     let mut text = String::new();
-    for ((void, case, variant, reason), count) in counts {
+    for ((void, case, variant, reason), (count, id)) in counts {
         let word = if void { "void" } else { "failed" };
         let variant = variants.get(variant as usize).map_or("", String::as_str);
-        text.push_str(&format!("  {word} ×{count}  {} × {variant}: {reason}\n", case_name(batch, case)));
+        text.push_str(&format!(
+            "  {word} ×{count}  {} × {variant}: {reason}  ({id})\n",
+            case_name(batch, case)
+        ));
     }
     text
 }
@@ -228,6 +233,7 @@ mod tests {
             ..TrialOutcome::default()
         };
         Trial {
+            id: "trial_x".into(),
             status: status.into(),
             outcome: (!matches!(status, TrialStatus::Queued | TrialStatus::Running)).then_some(outcome),
             ..Trial::default()
@@ -313,10 +319,10 @@ greet         2/2  200 tok  20 ms     1/2  150 tok  10 ms
 unreachable   0/0  2 void             0/0  2 void
 
 Each cell: passed/scored, tokens of the trials that reported them, median time of the agent.
-  failed ×1  greet × hasty: `false` exited with 1
-  void ×2  unreachable × careful: no route
-  void ×1  unreachable × hasty: no route
-  void ×1  unreachable × hasty: other
+  failed ×1  greet × hasty: `false` exited with 1 (trial_x)
+  void ×2  unreachable × careful: no route (trial_x)
+  void ×1  unreachable × hasty: no route (trial_x)
+  void ×1  unreachable × hasty: other (trial_x)
 batch_1 is finished. 8 trials: 3 passed of 4 scored, 4 void.
 ";
         let reasons = Reasons::from([

@@ -96,6 +96,7 @@ fn reason(evidence: &[u8]) -> Option<String> {
         (Some(step), _) => format!("`{}` exited with {}", cut(&step.command), step.exit_code),
         (None, Some(validation)) => match (validation.exit_code, captured(&validation.input)) {
             (Some(code), Some(command)) => format!("`{}` exited with {code}", cut(command)),
+            _ if validation.message.trim().is_empty() => format!("the check {} said no, without a reason", cut(&validation.name)),
             _ => validation.message.clone(),
         },
         (None, None) => return None,

@@ -206,6 +206,16 @@ impl All {
             providers.push("process");
         }
         let (grpc_url, http_url) = (url(local(&grpc)?), url(local(&http)?));
+        for (name, provider) in scheduler
+            .sandbox_map
+            .iter()
+            .filter(|(_, provider)| !providers.contains(&provider.as_str()))
+        {
+            let offered = providers.join(", ");
+            tracing::warn!(
+                "--sandbox-map lets {name} run on {provider}, which does not work here ({offered} does): its trials wait for another executor"
+            );
+        }
         let own = executor.tools.harness_binary.iter().map(|(harness, _)| harness);
         let own = harnesses(scheduler.own_harnesses.iter().chain(own));
         let opened = open(data, scheduler, &providers, |choices| choices.harnesses = own).await?;
@@ -386,12 +396,18 @@ fn harnesses<'a>(own: impl IntoIterator<Item = &'a Harness>) -> BTreeMap<Harness
 fn environment(named: &[String], read: impl Fn(&str) -> Option<String>) -> Result<BTreeMap<String, String>, Failure> {
     let mut values = BTreeMap::new();
     let known = Harness::ALL.iter().flat_map(|(_, harness)| credential::method(*harness).fields);
-    for (name, _) in known {
-        values.extend(
-            read(name)
-                .filter(|value| !value.is_empty())
-                .map(|value| ((*name).to_owned(), value)),
-        );
+    for (name, field) in known {
+        let Some(value) = read(name).filter(|value| !value.is_empty()) else {
+            continue;
+        };
+        // Agents tell such a mistake in words that lead elsewhere.
+        if *field == "baseUrl" && !["http://", "https://"].iter().any(|scheme| value.starts_with(scheme)) {
+            return Err(Failure::usage(
+                format!("{name} is not a URL: {value:?}"),
+                format!("Set it to an address with its scheme, such as {name}=https://models.example.org/v1, or leave it out."),
+            ));
+        }
+        values.insert((*name).to_owned(), value);
     }
     for name in named {
         let value = read(name).ok_or_else(|| {
@@ -568,6 +584,7 @@ mod tests {
         let read = |name: &str| match name {
             "OPENAI_API_KEY" => Some("secret".to_owned()),
             "GEMINI_API_KEY" => Some(String::new()),
+            "ANTHROPIC_BASE_URL" => Some("https://models.example.org".to_owned()),
             "EMPTY" => Some(String::new()),
             _ => None,
         };
@@ -575,8 +592,10 @@ mod tests {
             let named: Vec<_> = named.iter().map(|name| (*name).to_owned()).collect();
             environment(&named, read).map(|values| values.into_keys().collect::<Vec<_>>())
         };
-        assert_eq!(names(&[]).unwrap(), ["OPENAI_API_KEY"]);
-        assert_eq!(names(&["EMPTY"]).unwrap(), ["EMPTY", "OPENAI_API_KEY"]);
+        assert_eq!(names(&[]).unwrap(), ["ANTHROPIC_BASE_URL", "OPENAI_API_KEY"]);
+        assert_eq!(names(&["EMPTY"]).unwrap(), ["ANTHROPIC_BASE_URL", "EMPTY", "OPENAI_API_KEY"]);
+        let bare = |name: &str| (name == "OPENAI_BASE_URL").then(|| "localhost:80/v1".to_owned());
+        assert!(environment(&[], bare).is_err_and(|failure| failure.to_string().contains("OPENAI_BASE_URL is not a URL")));
         assert!(names(&["MISSING"]).is_err_and(|failure| failure.to_string().contains("MISSING")));
     }
 

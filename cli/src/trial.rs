@@ -48,7 +48,7 @@ async fn show(id: String, artifact: Option<String>, api_key: Option<String>, ope
     let evidence = match key {
         Ok(key) => {
             let mut batches = client::batches_at(&operator.scheduler.schedulers, &key).await?;
-            evidence::text(&mut batches, &id).await
+            evidence::text(&mut batches, &id, report.is_err()).await
         }
         Err(_) => Ok(None),
     };

@@ -54,7 +54,14 @@ fn empty_if_missing(text: io::Result<String>) -> io::Result<String> {
 pub(crate) fn last_words(who: &str, code: i32, output: &StepOutput, redactor: &Redactor) -> String {
     // Redacted as a whole, before a line is taken out of it: a secret may have several.
     let stderr = redactor.text(&stderr_tail(output).unwrap_or_default()).into_owned();
-    match stderr.lines().map(str::trim).rfind(|line| !line.is_empty()) {
+    // What node writes behind every uncaught error says nothing of this one.
+    let says_nothing = |line: &&str| line.is_empty() || line.starts_with("at ") || line.starts_with("Node.js v");
+    let mut lines = stderr.lines().map(str::trim);
+    match lines
+        .clone()
+        .rfind(|line| !says_nothing(line))
+        .or_else(|| lines.rfind(|line| !line.is_empty()))
+    {
         Some(line) => format!("{who} exited with status {code}; its last line on stderr: {}", failure_text(line)),
         None => format!("{who} exited with status {code} and wrote nothing to stderr"),
     }
@@ -130,6 +137,30 @@ mod tests {
             output.stdout = folder.path().join("missing");
             output.stdout_bytes = 1;
             assert_eq!(stdout(&output).unwrap_err().kind(), io::ErrorKind::NotFound);
+        }
+    }
+
+    #[test]
+    fn the_last_words_are_those_that_say_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = StepOutput {
+            stdout: folder.path().join("out"),
+            stdout_tail: None,
+            stdout_bytes: 0,
+            stdout_times: folder.path().join("times"),
+            stderr: folder.path().join("err"),
+        };
+        for (stderr, last) in [
+            ("first\nlast\n\n", "last"),
+            (
+                "file:///x.mjs:1\nthrow new Error('boom')\n^\n\nError: boom\n    at file:///x.mjs:1:7\n\nNode.js v20.20.2\n",
+                "Error: boom",
+            ),
+            ("Node.js v20.20.2\n", "Node.js v20.20.2"),
+        ] {
+            std::fs::write(&output.stderr, stderr).unwrap();
+            let told = last_words("It", 1, &output, &Redactor::default());
+            assert_eq!(told, format!("It exited with status 1; its last line on stderr: {last}"));
         }
     }
 

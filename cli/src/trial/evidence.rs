@@ -6,15 +6,15 @@ use evalgrid_domain::{
     outcome::humanise_duration,
     timing::{Span, Timing},
 };
-use evalgrid_proto::v1::{GetRunRequest, ObjectRef, evidence::Place};
+use evalgrid_proto::v1::{Batch, GetRunRequest, ObjectRef, TrialStatus, evidence::Place};
 
 use crate::{Failure, client, output, reasons};
 
 /// Changed files and kept ones that are listed; the API has them all.
 const MAX_LISTED: usize = 20;
 
-/// The evidence of a trial; `None` where it has none yet.
-async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<TrialEvidence>, Failure> {
+/// A trial, what it was, and its evidence; `None` where it has none yet.
+async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<(Head, TrialEvidence)>, Failure> {
     let no_trial = || {
         Failure::usage(
             format!("{:?} is not the id of a trial", output::short(id, 60)),
@@ -24,7 +24,9 @@ async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<TrialEvide
     let run = id.parse::<TrialId>().map_err(|_| no_trial())?.run_id().to_string();
     let found = batches.get_run(GetRunRequest { id: run }).await;
     let found = found.map_err(|status| client::refused(&status))?.into_inner();
-    let trials = found.batch.into_iter().flat_map(|batch| batch.runs).flat_map(|run| run.trials);
+    let batch = found.batch.unwrap_or_default();
+    let head = head(&batch, id);
+    let trials = batch.runs.into_iter().flat_map(|run| run.trials);
     let outcome = trials.into_iter().find(|trial| trial.id == id).and_then(|trial| trial.outcome);
     let bytes = match outcome.and_then(|outcome| outcome.evidence?.place) {
         None => return Ok(None),
@@ -32,8 +34,41 @@ async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<TrialEvide
         Some(Place::Object(object)) => bytes(batches, &object).await?,
     };
     serde_json::from_slice(&bytes)
-        .map(Some)
+        .map(|evidence| Some((head, evidence)))
         .map_err(|error| Failure::new(format!("the trial's evidence cannot be read: {error}"), "See the server's log."))
+}
+
+/// Lines that say which trial it is and how it ended.
+type Head = Vec<(String, String)>;
+
+fn head(batch: &Batch, id: &str) -> Head {
+    let mut runs = batch.runs.iter().flat_map(|run| run.trials.iter().map(move |trial| (run, trial)));
+    let Some((run, trial)) = runs.find(|(_, trial)| trial.id == id) else {
+        return Head::new();
+    };
+    let case = batch.cases.get(run.case_index as usize);
+    let variant = batch.variants.get(run.variant_index as usize);
+    let status = match trial.status() {
+        TrialStatus::Passed => "passed",
+        TrialStatus::Failed => "failed",
+        TrialStatus::Void => "void",
+        TrialStatus::Running => "running",
+        TrialStatus::Queued | TrialStatus::Unspecified => "queued",
+    };
+    let mut lines = vec![("trial".to_owned(), id.to_owned()), ("batch".to_owned(), batch.id.clone())];
+    lines.extend(case.map(|case| ("case".to_owned(), format!("{}, trial {}", case.id, trial.ordinal))));
+    lines.extend(variant.map(|variant| {
+        let profile = variant.profile.as_ref().map(|profile| format!(", profile {profile}"));
+        let (harness, model) = (&variant.harness, &variant.model);
+        (
+            "variant".to_owned(),
+            format!("{harness} {model} on {}{}", variant.provider, profile.unwrap_or_default()),
+        )
+    }));
+    lines.push(("status".to_owned(), status.to_owned()));
+    let failure = trial.outcome.as_ref().and_then(|outcome| outcome.failure.clone());
+    lines.extend(failure.map(|failure| ("failure".to_owned(), failure)));
+    lines
 }
 
 async fn bytes(batches: &mut client::Batches, object: &ObjectRef) -> Result<Vec<u8>, Failure> {
@@ -48,7 +83,7 @@ async fn bytes(batches: &mut client::Batches, object: &ObjectRef) -> Result<Vec<
 
 /// A file that was kept.
 pub(super) async fn artifact(batches: &mut client::Batches, id: &str, path: &str) -> Result<Vec<u8>, Failure> {
-    let evidence = of(batches, id).await?.unwrap_or_default();
+    let evidence = of(batches, id).await?.map(|(_, evidence)| evidence).unwrap_or_default();
     let Some(artifact) = evidence.artifacts.iter().find(|artifact| artifact.path == path) else {
         let known = evidence
             .artifacts
@@ -74,13 +109,17 @@ pub(super) async fn artifact(batches: &mut client::Batches, id: &str, path: &str
     bytes(batches, &object).await
 }
 
-/// For people; `None` where there is nothing yet.
-pub(super) async fn text(batches: &mut client::Batches, id: &str) -> Result<Option<String>, Failure> {
-    Ok(of(batches, id).await?.map(|evidence| shown(&evidence)))
+/// For people; `None` where there is nothing yet. `headed`: with what the operator's report of a trial in memory says, too.
+pub(super) async fn text(batches: &mut client::Batches, id: &str, headed: bool) -> Result<Option<String>, Failure> {
+    let found = of(batches, id).await?;
+    Ok(found.map(|(head, evidence)| shown(if headed { head } else { Head::new() }, &evidence)))
 }
 
-fn shown(evidence: &TrialEvidence) -> String {
-    let mut lines: Vec<(String, String)> = Vec::new();
+fn shown(mut lines: Head, evidence: &TrialEvidence) -> String {
+    lines.extend(evidence.validations.iter().map(|check| {
+        let said = format!("{}: {} {}", check.name, check.status.name(), check.message);
+        ("check".to_owned(), said.trim_end().to_owned())
+    }));
     let channels = evidence.coverage.iter().flat_map(|coverage| coverage.channels());
     for (name, channel) in channels.filter(|(_, channel)| !channel.is_complete()) {
         lines.push(("incomplete".into(), format!("{name}: {}", channel.reason().unwrap_or_default())));
@@ -170,7 +209,7 @@ mod tests {
             }),
             ..TrialEvidence::default()
         };
-        let text = shown(&evidence);
+        let text = shown(Head::new(), &evidence);
         for line in [
             "incomplete            usage: none was reported".to_owned(),
             format!("{:32}{:>12}{:>12}  failed", "  turns", "5 ms", "1m 5s"),
