@@ -105,6 +105,8 @@ names!(
         Same = "same",
         /// Nothing: a side of it is larger than what is looked at, or the turn's room for texts was used up.
         TooLarge = "tooLarge",
+        /// Nothing: it still shows what looks like a password, as an artifact would.
+        Withheld = "withheld",
         /// Nothing: a side of it could not be read.
         Unreadable = "unreadable",
         /// It has none that could be told: a symlink, a pipe.

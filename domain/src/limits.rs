@@ -183,6 +183,8 @@ pub const MAX_TRIAL_DIFF_BYTES: usize = 16 << 20;
 pub const MAX_DIFF_PATTERNS: usize = 256;
 /// Bytes of one such pattern: longer paths there are none.
 pub const MAX_DIFF_PATTERN_BYTES: usize = 4_096;
+/// Bytes of all patterns of one list together: compiling them takes processor time and memory of the executor.
+pub const MAX_DIFF_PATTERNS_BYTES: usize = 16 << 10;
 /// How long the sandbox of a trial that did not pass may be kept: a day.
 pub const MAX_KEEP_MS: u64 = 24 * 3_600_000;
 /// Sandboxes that are kept for people on one worker at a time: each may hold gigabytes of its disk.

@@ -63,6 +63,11 @@ pub fn plans<'a>(validator: &'a Validator) -> Vec<Plan<'a>> {
 }
 
 impl Plan<'_> {
+    /// Whether anything that it prints may be kept, beyond verdicts and times.
+    pub fn captures(&self) -> bool {
+        self.capture
+    }
+
     /// The id that the bundle uses, and the name for people, of each record. A bundle without a manifest is one check of the bundle's name.
     fn entries(&self) -> Vec<(String, &str)> {
         match &self.check.manifest {

@@ -13,9 +13,12 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{
     output,
+    setup::OWN_PROGRAMS_LAST,
     trial::{Attempt, Stop, called},
 };
 
+/// The kind of bundle that judges.
+pub(crate) const VALIDATOR: &str = "validator";
 /// Looked up in the sandbox's `PATH`.
 const NODE: &str = "node";
 /// Bytes of output that are read at once; more would keep other trials waiting and goes to a thread of its own.
@@ -43,11 +46,22 @@ pub(crate) async fn run(attempt: &Attempt<'_>, bundle: Bundle<'_>) -> Result<Res
     }
     let command = StepCommand {
         step: bundle.step.to_owned(),
-        argv: vec![NODE.into(), format!("{}/{file}", attempt.sandbox.home())],
+        argv: vec![
+            evalgrid_harness::SHELL.into(),
+            "-c".into(),
+            format!("{OWN_PROGRAMS_LAST}exec {NODE} \"$0\""),
+            format!("{}/{file}", attempt.sandbox.home()),
+        ],
         env: bundle.env,
         time_limit: bundle.limit,
     };
     let exit = attempt.process(command).await?;
+    // It runs as the agent's user does: a process that the agent has left behind could have put a program of its own in its place.
+    let found = attempt.sandbox.read_file(Base::Home, &file, bundle.source.len() as u64 + 1);
+    let found = called("read a file", async { Ok(found.await) }).await?;
+    if bundle.kind == VALIDATOR && !found.is_ok_and(|found| found.as_deref() == Some(bundle.source.as_bytes())) {
+        return Ok(Err("its file was changed while it ran".into()));
+    }
     // What comes after has no business in it; that it is left there is no reason to lose the trial.
     if let Err(error) = called("remove a bundle", attempt.sandbox.remove_file(Base::Home, &file)).await {
         tracing::debug!(?error, "a bundle was not removed");
@@ -83,7 +97,8 @@ fn word(attempt: &Attempt<'_>, step: &str) -> String {
 
 /// Whether it was node that could not be found, and not something that the bundle looked for.
 pub(crate) fn is_without_node(exit: &StepExit) -> bool {
-    exit.code == NOT_FOUND && output::stderr(&exit.output).is_ok_and(|stderr| stderr.starts_with("node: "))
+    let says_so = |stderr: String| stderr.lines().next().is_some_and(|line| line.ends_with("exec: node: not found"));
+    exit.code == NOT_FOUND && output::stderr(&exit.output).is_ok_and(says_so)
 }
 
 /// Reads an output line by line, in a thread of its own where it is long. Of one that was not kept whole, the line that was cut is left out.

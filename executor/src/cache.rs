@@ -311,10 +311,10 @@ fn remove(path: &Path) {
     }
 }
 
-/// The name of a cache in the store. The length of each part keeps two sets of parts apart that read the same.
-fn name(organization: &str, key: &str, path: &str) -> String {
+/// The name of a cache in the store. Kinds of sandboxes do not share one: their users differ. The length of each part keeps two sets of parts apart that read the same.
+fn name(organization: &str, provider: &str, key: &str, path: &str) -> String {
     let mut hash = Sha256::new();
-    for part in [organization, key, path] {
+    for part in [organization, provider, key, path] {
         hash.update(part.len().to_le_bytes());
         hash.update(part);
     }
@@ -381,7 +381,7 @@ async fn copy(attempt: &Attempt<'_>, copy: Copy, what: &str, missing: Option<Str
     };
     let workspace = folder.join("workspace");
     let (caches, path) = (attempt.worker.caches.clone(), cache.path.clone());
-    let name = name(&attempt.lease.organization_id, &cache.key, &cache.path);
+    let name = name(&attempt.lease.organization_id, &attempt.lease.provider, &cache.key, &cache.path);
     // A trial that is given up takes its copy with it.
     let cancel = Cancel(Arc::new(AtomicBool::new(false)));
     let cancelled = cancel.0.clone();
@@ -499,8 +499,9 @@ mod tests {
             assert_eq!(fs::read_link(fresh.join("deep/deps/link")).unwrap(), Path::new("/etc"));
         }
         assert_eq!(rig.kept(), ["x"]);
-        assert_ne!(name("org_a", "key", "path"), name("org_b", "key", "path"));
-        assert_ne!(name("org", "ab", "c"), name("org", "a", "bc"));
+        assert_ne!(name("org_a", "p", "key", "path"), name("org_b", "p", "key", "path"));
+        assert_ne!(name("org_a", "p", "key", "path"), name("org_a", "q", "key", "path"));
+        assert_ne!(name("org", "p", "ab", "c"), name("org", "p", "a", "bc"));
     }
 
     #[test]

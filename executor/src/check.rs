@@ -16,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 use crate::{
     account::Account,
     output,
-    setup::{command, memory_diagnostics},
+    setup::{OWN_PROGRAMS_LAST, command, memory_diagnostics},
     trial::{Attempt, StepResult, Stop, called},
     validator,
 };
@@ -105,7 +105,9 @@ async fn ran(
 ) -> Result<CheckRecord, Stop> {
     // An agent that deletes its workspace fails the checks; it does not break them.
     called("make the workspace", attempt.sandbox.ensure_workspace()).await?;
-    let exit = attempt.process(command(STEP, script, attempt.env(), LIMIT)).await?;
+    let exit = attempt
+        .process(command(STEP, format!("{OWN_PROGRAMS_LAST}{script}"), attempt.env(), LIMIT))
+        .await?;
     let unreadable = |error| Stop::lost(format!("the check's output cannot be read: {error}"));
     let (stdout, verify_steps) = steps(output::stdout(&exit.output).map_err(unreadable)?);
     let stderr = output::stderr(&exit.output).map_err(unreadable)?;

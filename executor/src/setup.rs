@@ -371,6 +371,9 @@ pub(crate) fn command(step: &str, script: String, env: BTreeMap<String, String>,
     }
 }
 
+/// Goes before what judges the agent's work: programs that the agent may have put into HOME must not stand in for those of the system.
+pub(crate) const OWN_PROGRAMS_LAST: &str = "PATH=\"${PATH#\"$HOME/.local/bin:\"}:$HOME/.local/bin\"\n";
+
 /// Running out of memory ends no trial, but explains much.
 pub(crate) fn memory_diagnostics(exit: &StepExit, step: &str) -> Vec<String> {
     exit.out_of_memory

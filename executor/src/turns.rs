@@ -9,7 +9,7 @@ use std::{
 };
 
 use evalgrid_domain::{
-    coverage::Coverage,
+    coverage::{Channel, Coverage},
     evidence::{JournalEntry, Role, Trajectory},
     number::Number,
     outcome::{self, Usage},
@@ -236,7 +236,7 @@ async fn agent(
     let step = command.step.clone();
     let exit = attempt.process(command).await?;
     let mut diagnostics = memory_diagnostics(&exit, &step);
-    let mut trace = Vec::new();
+    let (mut trace, mut lost) = (Vec::new(), None);
     if let Some(log) = harness.trace_log(turn.number) {
         match called("read the recorder's log", async {
             Ok(attempt.sandbox.read_file(Base::Home, &log, recorder::LOG_LIMIT).await)
@@ -246,6 +246,7 @@ async fn agent(
             Ok(found) => trace = found.unwrap_or_default(),
             Err(SandboxError::Operation { reason, .. }) => {
                 diagnostics.push(format!("The recorder's log could not be read: {}", attempt.redactor.text(&reason)));
+                lost = Some(Channel::partial("The recorder's log could not be read"));
             }
             Err(error) => return Err(error.into()),
         }
@@ -270,6 +271,9 @@ async fn agent(
             .unwrap_or_else(|error| Err(io::Error::other(error)))
     };
     let mut record = record.map_err(|error| Stop::lost(format!("the agent's output cannot be read: {error}")))?;
+    if let Some(lost) = lost {
+        record.coverage.actions.lower(&lost);
+    }
     if exit.timed_out {
         record.failure = Some(outcome::timed_out(limit_ms));
     } else if record.limited && tries < MAX_LIMITED && record.is_untouched() {

@@ -70,7 +70,7 @@ async fn check(attempt: &Attempt<'_>, plan: &Plan<'_>, step: &str, asked: &[Stri
     let started = match turn_files::write(attempt, asked).await? {
         Ok(files) => {
             let bundle = Bundle {
-                kind: "validator",
+                kind: bundle::VALIDATOR,
                 step,
                 source: &plan.check.source,
                 env: env(attempt, files),
@@ -93,7 +93,7 @@ async fn check(attempt: &Attempt<'_>, plan: &Plan<'_>, step: &str, asked: &[Stri
         finished_at_ms: exit.finished_at_ms,
     };
     let mut diagnostics = memory_diagnostics(&exit, step);
-    if exit.code != 0 {
+    if exit.code != 0 && plan.captures() {
         let who = format!("The validator {}", plan.check.name);
         diagnostics.push(crate::output::last_words(&who, exit.code, &exit.output, redactor));
     }

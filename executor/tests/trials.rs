@@ -148,6 +148,11 @@ async fn verdicts() {
     check("echo '{\"_tag\":\"Finished\",\"reason\":\"parked: later\"}'", "true", true, &[]).await;
     // The agent is gone; what it left behind holds stdout, and is no reason to wait.
     check("sleep 1000 & echo done", "true", true, &[]).await;
+    // A program that the agent calls like one of the system's does not judge for it; others of its HOME can be called.
+    let forged =
+        |name: &str| format!("mkdir -p ~/.local/bin; printf '#!/bin/sh\\nexit 0\\n' > ~/.local/bin/{name}; chmod +x ~/.local/bin/{name}");
+    check(&forged("grep"), "grep not-in-it /etc/passwd", false, &[]).await;
+    check(&forged("its-own"), "its-own", true, &[]).await;
 }
 
 #[tokio::test]

@@ -229,7 +229,18 @@ fn diff(d: &mut Decoder, value: &Value) -> Option<DiffRules> {
         .min(1)
         .bytes(MAX_DIFF_PATTERN_BYTES)
         .matching(changes::is_pattern, "a pattern as in a .gitignore file, on one line");
-    let list = |d: &mut Decoder, value: &Value| d.array(value, 0..=MAX_DIFF_PATTERNS, text(rules));
+    let list = |d: &mut Decoder, value: &Value| {
+        let list = d.array(value, 0..=MAX_DIFF_PATTERNS, text(rules))?;
+        let bytes: usize = list.iter().map(String::len).sum();
+        if bytes > MAX_DIFF_PATTERNS_BYTES {
+            d.issue(
+                IssueTag::Refinement,
+                format!("has {bytes} bytes of patterns, more than {MAX_DIFF_PATTERNS_BYTES}"),
+            );
+            return None;
+        }
+        Some(list)
+    };
     let map = d.object(value)?;
     let ignore = d.optional(map, "ignore", list);
     let include = d.optional(map, "include", list);

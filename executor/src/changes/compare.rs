@@ -11,7 +11,7 @@ use evalgrid_domain::{
     changes::{ChangeFilter, ChangeKind, ContentKind, FileChange, FileSide, FileType, TurnChanges},
     coverage::Channel,
     limits::{MAX_DIFF_BYTES, MAX_DIFFED_FILE_BYTES, MAX_TURN_CHANGES, MAX_TURN_CONTENT_BYTES, MAX_TURN_DIFF_BYTES},
-    redact::Redactor,
+    redact::{Redactor, assigns_password},
 };
 use sha2::{Digest as _, Sha256};
 use similar::TextDiff;
@@ -240,6 +240,9 @@ impl Comparison<'_> {
         }
         // Whole texts: a secret may have several lines, and a diff would tear it apart.
         let (before, after) = (self.redactor.text(before), self.redactor.text(after));
+        if [&before, &after].iter().any(|text| assigns_password(text)) {
+            return (ContentKind::Withheld, None);
+        }
         let deadline = *self.diff_deadline.get_or_insert_with(|| Instant::now() + DIFF_TIME);
         let diff = TextDiff::configure()
             .deadline(deadline.into_std())

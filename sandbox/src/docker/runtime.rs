@@ -6,6 +6,7 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use crate::helpers;
@@ -116,7 +117,10 @@ impl Runtime {
 
 /// Replaces a file as a whole: containers that run show the old one.
 fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+    // Two openings in one process must not take each other's.
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let temporary = path.with_extension(format!("{}-{number}.tmp", std::process::id()));
     fs::write(&temporary, bytes)?;
     fs::set_permissions(&temporary, fs::Permissions::from_mode(mode))?;
     fs::rename(&temporary, path)
