@@ -97,10 +97,6 @@ impl Harness for Codex {
             .finish()
     }
 
-    fn trace_log(&self, _turn: u32) -> Option<String> {
-        None
-    }
-
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
         let mut parser = Reader {
             earlier: output.earlier,

@@ -61,10 +61,6 @@ impl Harness for Fx {
         command.finish()
     }
 
-    fn trace_log(&self, _turn: u32) -> Option<String> {
-        None
-    }
-
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
         // One object, which may be spread over lines: made one line, as the frame wants it.
         let mut bytes = Vec::new();

@@ -76,10 +76,6 @@ impl Harness for Gemini {
         command.finish()
     }
 
-    fn trace_log(&self, _turn: u32) -> Option<String> {
-        None
-    }
-
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
         let mut parser = Reader {
             asked: output.model.to_owned(),

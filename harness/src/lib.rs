@@ -191,7 +191,11 @@ pub trait Harness: Send + Sync {
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError>;
 
     /// The recorder's log of a turn, below HOME. Each turn has its own, so that it records only its own commands and can be read again.
-    fn trace_log(&self, turn: u32) -> Option<String>;
+    /// Agents that tell their commands themselves have none.
+    fn trace_log(&self, turn: u32) -> Option<String> {
+        let _ = turn;
+        None
+    }
 
     /// Reads a finished turn. Events come in order, one at a time, as big as the agent made them; nothing in the output is an error, only
     /// failing to read it is.

@@ -74,10 +74,6 @@ impl Harness for Opencode {
         command.finish()
     }
 
-    fn trace_log(&self, _turn: u32) -> Option<String> {
-        None
-    }
-
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
         transcript::read(&AGENT, &mut Reader::default(), output, events)
     }

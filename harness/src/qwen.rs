@@ -77,10 +77,6 @@ impl Harness for Qwen {
             .finish()
     }
 
-    fn trace_log(&self, _turn: u32) -> Option<String> {
-        None
-    }
-
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
         let mut parser = Reader {
             earlier: output.earlier.unwrap_or_default(),
