@@ -5,8 +5,13 @@ use evalgrid_domain::{
     timestamp,
 };
 use evalgrid_proto::{
-    log::v1::{BatchArchived, CarriedTrial, Event, TravellingOrganization, TrialRef, event::Kind},
-    v1::{BatchStatus, BatchSummary, CaseInfo, Evidence, ObjectRef, TrialOutcome, Trigger, Usage, VariantInfo, evidence::Place},
+    log::v1::{
+        BatchArchived, CarriedTrial, Event, JobRef, TravellingOrganization, TrialRef, event::Kind, job_answered::Answer, job_ref::Part,
+    },
+    v1::{
+        AnswererInfo, BatchStatus, BatchSummary, Before, CaseInfo, Evidence, Judged, ModelSpend, ObjectRef, TrialOutcome, Trigger, Usage,
+        VariantInfo, evidence::Place,
+    },
 };
 use prost::Message as _;
 use serde_json::{Value, json};
@@ -105,6 +110,7 @@ fn told(kind: &Kind) -> Told {
                 ("harnesses", json!(e.harnesses)),
                 ("retryOf", e.retry_of.as_ref().map_or(Value::Null, |id| batch(id))),
                 ("carried", e.carried.iter().map(carried).collect()),
+                ("regradeOf", e.regrade_of.as_ref().map_or(Value::Null, |id| batch(id))),
             ],
         ),
         Kind::LeaseGranted(e) => (
@@ -148,6 +154,60 @@ fn told(kind: &Kind) -> Told {
                     "sandboxKeptUntil",
                     e.sandbox_kept_until_ms.map_or(Value::Null, |ms| json!(timestamp::format(ms))),
                 ),
+            ],
+        ),
+        Kind::TrialChecked(e) => (
+            "TrialChecked",
+            vec![
+                ("trial", trial(e.trial.as_ref())),
+                ("token", json!(e.token)),
+                ("outcome", e.outcome.as_ref().map_or(Value::Null, outcome)),
+                (
+                    "sandboxKeptUntil",
+                    e.sandbox_kept_until_ms.map_or(Value::Null, |ms| json!(timestamp::format(ms))),
+                ),
+            ],
+        ),
+        Kind::ReplyAwaited(e) => (
+            "ReplyAwaited",
+            vec![
+                ("trial", trial(e.trial.as_ref())),
+                ("token", json!(e.token)),
+                ("turn", json!(e.turn)),
+                ("conversation", e.conversation.as_ref().map_or(Value::Null, evidence)),
+            ],
+        ),
+        Kind::JobLeased(e) => (
+            "JobLeased",
+            vec![
+                ("token", json!(e.token)),
+                ("job", job(e.job.as_ref())),
+                ("workerId", json!(e.worker_id)),
+                ("incarnation", json!(e.incarnation)),
+                ("bootId", json!(e.boot_id)),
+                ("sandbox", json!(e.sandbox)),
+                ("adopt", json!(e.adopt)),
+                ("nonce", json!(hex(&e.nonce))),
+            ],
+        ),
+        Kind::JobAsked(e) => ("JobAsked", vec![("token", json!(e.token))]),
+        Kind::JobEnded(e) => (
+            "JobEnded",
+            vec![
+                ("token", json!(e.token)),
+                ("why", json!(word(e.why().as_str_name(), "WHY_"))),
+                ("reason", json!(e.reason)),
+                ("notBefore", json!(timestamp::format(e.not_before_ms))),
+                ("spentMs", json!(e.spent_ms)),
+                ("throttledUntil", json!(timestamp::format(e.throttled_until_ms))),
+            ],
+        ),
+        Kind::JobAnswered(e) => (
+            "JobAnswered",
+            vec![
+                ("job", job(e.job.as_ref())),
+                ("token", json!(e.token)),
+                ("answer", e.answer.as_ref().map_or(Value::Null, answer)),
             ],
         ),
         Kind::BatchEnded(e) => (
@@ -208,6 +268,45 @@ fn trial(trial: Option<&TrialRef>) -> Value {
     }
 }
 
+fn job(job: Option<&JobRef>) -> Value {
+    let Some(job) = job else { return Value::Null };
+    let trial = trial(job.trial.as_ref());
+    match job.part {
+        Some(Part::Judge(index)) => json!({"trial": trial, "judge": index}),
+        Some(Part::Reply(turn)) => json!({"trial": trial, "reply": turn}),
+        None => json!({"trial": trial}),
+    }
+}
+
+fn answer(answer: &Answer) -> Value {
+    match answer {
+        Answer::Judged(e) => judged(e),
+        Answer::Replied(e) => json!({
+            "record": json_or_text(&e.record),
+            "failed": e.failed,
+            "spend": e.spend.as_ref().map(spend),
+            "sessionId": e.session_id,
+        }),
+    }
+}
+
+fn judged(judged: &Judged) -> Value {
+    json!({
+        "index": judged.index,
+        "name": judged.name,
+        "verdict": word(judged.verdict().as_str_name(), "JUDGE_VERDICT_"),
+        "choice": judged.choice,
+        "score": judged.score,
+        "error": judged.error,
+        "validation": judged.validation.as_ref().map(evidence),
+        "spend": judged.spend.as_ref().map(spend),
+    })
+}
+
+fn answerer(answerer: &AnswererInfo) -> Value {
+    json!({"name": answerer.name, "harness": answerer.harness, "provider": answerer.provider, "model": answerer.model})
+}
+
 fn carried(trial: &CarriedTrial) -> Value {
     json!({"run": trial.run, "ordinal": trial.ordinal, "outcome": trial.outcome.as_ref().map(outcome)})
 }
@@ -217,7 +316,15 @@ fn object(object: &ObjectRef) -> Value {
 }
 
 fn case(case: &CaseInfo) -> Value {
-    json!({"id": case.id, "name": case.name, "definitionHash": case.definition_hash, "timeoutMs": case.timeout_ms})
+    json!({
+        "id": case.id,
+        "name": case.name,
+        "definitionHash": case.definition_hash,
+        "timeoutMs": case.timeout_ms,
+        "judges": case.judges.iter().map(answerer).collect::<Vec<_>>(),
+        "person": case.person.as_ref().map(answerer),
+        "checks": case.checks,
+    })
 }
 
 fn variant(variant: &VariantInfo) -> Value {
@@ -259,25 +366,35 @@ fn summary(summary: &BatchSummary) -> Value {
 }
 
 fn outcome(outcome: &TrialOutcome) -> Value {
-    let user_spend = outcome.user_spend.as_ref();
+    let before = |before: &Before| {
+        let status = word(before.status().as_str_name(), "TRIAL_STATUS_");
+        json!({"status": status, "judged": before.judged.iter().map(judged).collect::<Vec<_>>()})
+    };
     json!({
+        "before": outcome.before.as_ref().map(before),
         "cancelled": outcome.cancelled,
         "carried": outcome.carried,
+        "checksPassed": outcome.checks_passed,
         "commands": outcome.commands,
         "evidence": outcome.evidence.as_ref().map(evidence),
         "exitCode": outcome.exit_code,
         "failedCommands": outcome.failed_commands,
         "failure": outcome.failure,
         "journalEntries": outcome.journal_entries,
+        "judged": outcome.judged.iter().map(judged).collect::<Vec<_>>(),
         "modelMs": outcome.model_ms,
         "sandboxId": outcome.sandbox_id,
         "sandboxMs": outcome.sandbox_ms,
         "status": word(outcome.status().as_str_name(), "TRIAL_STATUS_"),
         "timed": outcome.timed,
         "usage": outcome.usage.as_ref().map(usage),
-        "userSpend": user_spend.map(|spend| json!({"model": spend.model, "usage": spend.usage.as_ref().map(usage)})),
+        "userSpend": outcome.user_spend.as_ref().map(spend),
         "voidFields": outcome.void_fields,
     })
+}
+
+fn spend(spend: &ModelSpend) -> Value {
+    json!({"model": spend.model, "usage": spend.usage.as_ref().map(usage)})
 }
 
 fn usage(usage: &Usage) -> Value {

@@ -197,6 +197,24 @@ pub const MAX_ARTIFACTS: usize = 64;
 pub const MAX_ARTIFACTS_BYTES: u64 = 4 << 20;
 /// Evidence up to this travels with its event; what is larger is an object. An object costs several syncs, and a small trial must cost none.
 pub const INLINE_EVIDENCE_BYTES: usize = 16 << 10;
+/// Asks of a judge or a person whose answer is not known: one that may be lost is asked once more, and no third time.
+pub const MAX_UNCLEAR_ASKS: u32 = 2;
+/// Refusals for now (429, overloaded) that a judge or a person may meet. With the pauses that is about a minute, and limits are per minute.
+pub const MAX_REFUSED_ASKS: u32 = 4;
+/// Characters of one text in the conversation that a judge reads (contract 2.7).
+pub const MAX_JUDGE_ENTRY: usize = 4_000;
+/// Characters of the whole conversation that a judge reads, as JSON (contract 2.7).
+pub const MAX_JUDGE_CONVERSATION: usize = 48_000;
+/// Characters of one file that a judge reads (contract 2.7).
+pub const MAX_JUDGE_FILE: usize = 32_000;
+/// Characters of all files that the judges of a case read (contract 2.7).
+pub const MAX_JUDGE_FILES_TOTAL: usize = 96_000;
+/// Characters of a judge's reason (contract 2.7).
+pub const MAX_JUDGE_REASON: usize = 2_000;
+/// How long a judge's sandbox waits for the trial's own to be gone. Longer, and the worker that should remove it may never come back.
+pub const JUDGE_AFTER_SANDBOX_MS: u64 = 60_000;
+/// How long a simulated person may take for one reply.
+pub const REPLY_TIMEOUT_MS: u64 = 120_000;
 /// How long a leased credential, leased variables, or a token for a batch's tail is good: 15 minutes (contract 1.9).
 pub const LEASED_VALUES_MS: u64 = 15 * 60_000;
 /// Names of variables leased at once (contract 1.9).

@@ -213,7 +213,7 @@ impl Link<'_> {
             Some(Message::Revoke(revoke)) => self.worker.revoke(revoke.token, &revoke.reason),
             Some(Message::Destroy(destroy)) => self.worker.destroy(destroy.sandbox),
             // A second Welcome, or something that a newer scheduler says.
-            Some(Message::Welcome(_)) | None => {}
+            Some(Message::Welcome(_) | Message::Job(_)) | None => {}
         }
     }
 }

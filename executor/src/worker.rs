@@ -121,6 +121,7 @@ impl Worker {
             providers: self.providers.keys().map(|name| (*name).to_owned()).collect(),
             held,
             sandboxes,
+            role: evalgrid_proto::v1::WorkerRole::Executor.into(),
         };
         (hello, greeting.unacknowledged)
     }

@@ -282,6 +282,12 @@ impl Core {
             Some(Kind::AttemptEnded(ended)) => ended.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::LeaseGranted(lease)) => lease.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::TrialSettled(settled)) => settled.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
+            Some(Kind::TrialChecked(checked)) => checked.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
+            Some(Kind::ReplyAwaited(awaited)) => awaited.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
+            Some(Kind::JobLeased(lease)) => self.organization_of_job(lease.job.as_ref()),
+            Some(Kind::JobAsked(asked)) => self.organization_of_token(asked.token),
+            Some(Kind::JobEnded(ended)) => self.organization_of_token(ended.token),
+            Some(Kind::JobAnswered(answered)) => self.organization_of_job(answered.job.as_ref()),
             Some(Kind::BatchEnded(ended)) => self.organization_of_batch(&ended.batch),
             Some(Kind::LocalCheckedIn(checked_in)) => self.organization_of_batch(&checked_in.batch),
             Some(Kind::LocalBatchClosed(closed)) => self.organization_of_batch(&closed.batch),
@@ -324,6 +330,10 @@ impl Core {
         group.extend(self.pending.drain(..count));
         self.pending_bytes -= bytes;
         self.position - self.pending.len() as u64
+    }
+
+    fn organization_of_job(&self, job: Option<&log::JobRef>) -> Option<OrgId> {
+        self.organization_of_batch(&job?.trial.as_ref()?.batch)
     }
 
     fn organization_of_token(&self, token: u64) -> Option<OrgId> {

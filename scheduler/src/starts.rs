@@ -374,6 +374,7 @@ fn started_event(
         name: case.name.clone(),
         definition_hash: identity::definition_hash(request, index),
         timeout_ms: case.time_limit_ms().into(),
+        ..v1::CaseInfo::default()
     });
     let provider = |sandbox: Sandbox| match wanted.local {
         true => Sandbox::Local,
@@ -433,5 +434,6 @@ fn started_event(
         harnesses: if wanted.local { leasable(request) } else { Vec::new() },
         retry_of,
         carried,
+        regrade_of: None,
     }
 }

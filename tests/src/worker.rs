@@ -145,6 +145,7 @@ impl Worker {
             providers: vec!["bubblewrap".into(), "process".into()],
             held,
             sandboxes: self.trials.values().map(|trial| trial.sandbox.clone()).collect(),
+            role: evalgrid_proto::v1::WorkerRole::Executor.into(),
         };
         up.send(send(Up::Hello(hello)))
             .await
@@ -209,7 +210,8 @@ impl Worker {
                 }
             }
             Down::Destroy(destroy) => self.destroyed.push(destroy.sandbox),
-            Down::Welcome(_) | Down::Heartbeat(_) => {}
+            // Jobs are for judge runners.
+            Down::Welcome(_) | Down::Heartbeat(_) | Down::Job(_) => {}
         }
     }
 

@@ -126,6 +126,14 @@ impl State {
             Some(Kind::OrganizationUnfrozen(event)) => self.reside(&event.organization_id, Residence::Frozen, Residence::Here),
             Some(Kind::OrganizationMoved(event)) => self.reside(&event.organization_id, Residence::Frozen, Residence::Moved),
             Some(Kind::OrganizationImported(imported)) => self.organization_imported(imported),
+            Some(
+                Kind::TrialChecked(_)
+                | Kind::ReplyAwaited(_)
+                | Kind::JobLeased(_)
+                | Kind::JobAsked(_)
+                | Kind::JobEnded(_)
+                | Kind::JobAnswered(_),
+            ) => illegal("an event of a kind that this version does not know"),
             // It is in the index only, until its organization arrives.
             Some(Kind::BatchImported(_)) => Ok(()),
             None => illegal("an event of a kind that this version does not know"),

@@ -144,6 +144,7 @@ impl State {
                 retry_of: batch.retry_of.map(|id| id.0.to_vec().into()),
                 // Its trials tell what was taken over.
                 carried: Vec::new(),
+                regrade_of: None,
             }),
             local: batch.local.as_ref().map(Local::save),
             started_ms: batch.started_ms,

@@ -29,6 +29,7 @@ pub fn batch(batch: &Batch, only: Option<u8>) -> v1::Batch {
         runs: positions.filter_map(|position| run(batch, position)).collect(),
         local: batch.local.is_some(),
         retry_of: batch.retry_of.map(|id| id.to_string()),
+        regrade_of: None,
     }
 }
 

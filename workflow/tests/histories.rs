@@ -364,6 +364,7 @@ impl World {
             providers: vec!["process".into()],
             held,
             sandboxes: self.folders[worker].iter().cloned().collect(),
+            role: evalgrid_proto::v1::WorkerRole::Executor.into(),
         };
         let events = decide::hello_leases(&self.state, &hello, &mut chance, self.now_ms);
         self.commit_all(events);

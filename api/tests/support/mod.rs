@@ -588,6 +588,7 @@ pub fn batch() -> (Batch, HashMap<String, Vec<u8>>) {
             name: "Add".into(),
             definition_hash: "d".repeat(32),
             timeout_ms: 900_000,
+            ..CaseInfo::default()
         }],
         variants: vec![VariantInfo {
             harness: "command".into(),

@@ -182,6 +182,7 @@ pub fn hello(worker_id: &str, incarnation: &str) -> Hello {
         providers: vec!["bubblewrap".into()],
         held: vec![],
         sandboxes: vec![],
+        role: evalgrid_proto::v1::WorkerRole::Executor.into(),
     }
 }
 

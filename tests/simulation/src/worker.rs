@@ -195,6 +195,7 @@ impl Sim {
             providers: vec![PROVIDER.to_owned()],
             held: process.trials.keys().copied().collect(),
             sandboxes: this.folder.keys().cloned().collect(),
+            role: evalgrid_proto::v1::WorkerRole::Executor.into(),
         };
         let again = process.outbox.greet();
         self.tell(|| format!("worker {worker} greets: {hello:?}"));
@@ -301,6 +302,8 @@ impl Sim {
                 self.acknowledged(worker, ack.number, &ack.stale);
                 self.flush(worker);
             }
+            // Jobs are for judge runners.
+            Message::Job(_) => {}
             Message::Revoke(revoke) => {
                 let running = process.trials.remove(&revoke.token);
                 self.tell(|| format!("worker {worker} loses {}: {}", revoke.token, revoke.reason));
