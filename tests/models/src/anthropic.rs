@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::{
-    exchange::{Answer, Exchange, Item, Parts, Tool, array, halves, text, texts},
+    exchange::{Answer, Exchange, Item, Parts, Tool, add, array, halves, text, texts},
     script::Reply,
     usage::{CACHE_READ, CACHE_WRITE, INPUT, OUTPUT},
 };
@@ -14,6 +14,8 @@ pub fn read(body: &Value) -> Result<Exchange, String> {
         return Err("max_tokens: Field required".into());
     }
     let mut items = Vec::new();
+    let mut system = String::new();
+    add(&mut system, texts(&body["system"])?);
     for message in array(body, "messages")? {
         match text(message, "role")? {
             "user" => {
@@ -35,11 +37,16 @@ pub fn read(body: &Value) -> Result<Exchange, String> {
                 }
             }
             // Claude puts what it knows of the machine there, after the person's words.
-            "system" => {}
+            "system" => add(&mut system, texts(&message["content"])?),
             role => return Err(format!("messages: unexpected role {role:?}")),
         }
     }
+    let offered = body["tools"].as_array().into_iter().flatten();
+    let offered = offered.filter_map(|tool| tool["name"].as_str()).map(str::to_owned);
     Ok(Exchange {
+        offered: offered.collect(),
+        system,
+        schema: None,
         model: text(body, "model")?.to_owned(),
         stream: body["stream"] == true,
         tools: body["tools"]
@@ -74,6 +81,8 @@ fn usage(output: u64) -> Value {
 fn stop_reason(answer: &Answer<'_>) -> &'static str {
     match answer.reply {
         Reply::Text(_) => "end_turn",
+        Reply::CutOff(_) => "max_tokens",
+        Reply::Refusal(_) => "refusal",
         Reply::Call { .. } => "tool_use",
     }
 }
@@ -81,7 +90,7 @@ fn stop_reason(answer: &Answer<'_>) -> &'static str {
 /// The whole answer at once.
 pub fn whole(answer: &Answer<'_>) -> Value {
     let content = match answer.reply {
-        Reply::Text(text) => json!({ "type": "text", "text": text }),
+        Reply::Text(text) | Reply::CutOff(text) | Reply::Refusal(text) => json!({ "type": "text", "text": text }),
         Reply::Call { name, arguments } => json!({ "type": "tool_use", "id": answer.id("toolu"), "name": name, "input": arguments }),
     };
     json!({
@@ -99,7 +108,7 @@ pub fn stream(answer: &Answer<'_>) -> Parts {
     message["usage"] = usage(1);
     let delta = |delta: Value| json!({ "type": "content_block_delta", "index": 0, "delta": delta });
     let deltas = match answer.reply {
-        Reply::Text(text) => {
+        Reply::Text(text) | Reply::CutOff(text) | Reply::Refusal(text) => {
             block["text"] = json!("");
             let (first, second) = halves(text);
             [first, second].map(|text| delta(json!({ "type": "text_delta", "text": text })))

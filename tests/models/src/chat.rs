@@ -1,9 +1,9 @@
-//! Chat completions: what opencode, qwen, pi and bub speak.
+//! Chat completions: what opencode, qwen, pi and bub speak, and people by model.
 
 use serde_json::{Value, json};
 
 use crate::{
-    exchange::{Answer, Exchange, Item, Parts, Tool, array, halves, text, texts},
+    exchange::{Answer, Exchange, Item, Parts, Tool, add, array, halves, strict_schema, text, texts},
     script::Reply,
     usage::{CACHE_READ, INPUT, OUTPUT, REASONING},
 };
@@ -11,6 +11,7 @@ use crate::{
 /// Reads a request.
 pub fn read(body: &Value) -> Result<Exchange, String> {
     let mut items = Vec::new();
+    let mut system = String::new();
     for message in array(body, "messages")? {
         match text(message, "role")? {
             "user" => items.extend(texts(&message["content"])?.into_iter().map(Item::User)),
@@ -26,11 +27,21 @@ pub fn read(body: &Value) -> Result<Exchange, String> {
                 }
             }
             "tool" => items.push(Item::Result(text(message, "tool_call_id")?.to_owned())),
-            "system" | "developer" => {}
+            "system" | "developer" => add(&mut system, texts(&message["content"])?),
             role => return Err(format!("messages: unknown role {role:?}")),
         }
     }
+    let format = &body["response_format"];
+    let schema = match format["type"].as_str() {
+        Some("json_schema") => Some(strict_schema(&format["json_schema"], "response_format.json_schema")?),
+        _ => None,
+    };
+    let offered = body["tools"].as_array().into_iter().flatten();
+    let offered = offered.filter_map(|tool| tool["function"]["name"].as_str().or(tool["type"].as_str()));
     Ok(Exchange {
+        offered: offered.map(str::to_owned).collect(),
+        system,
+        schema,
         model: text(body, "model")?.to_owned(),
         stream: body["stream"] == true,
         tools: body["tools"]
@@ -57,7 +68,8 @@ fn usage() -> Value {
 
 fn finish_reason(answer: &Answer<'_>) -> &'static str {
     match answer.reply {
-        Reply::Text(_) => "stop",
+        Reply::Text(_) | Reply::Refusal(_) => "stop",
+        Reply::CutOff(_) => "length",
         Reply::Call { .. } => "tool_calls",
     }
 }
@@ -65,7 +77,8 @@ fn finish_reason(answer: &Answer<'_>) -> &'static str {
 /// The whole answer at once.
 pub fn whole(answer: &Answer<'_>) -> Value {
     let message = match answer.reply {
-        Reply::Text(text) => json!({ "role": "assistant", "content": text }),
+        Reply::Text(text) | Reply::CutOff(text) => json!({ "role": "assistant", "content": text, "refusal": null }),
+        Reply::Refusal(text) => json!({ "role": "assistant", "content": null, "refusal": text }),
         Reply::Call { name, arguments } => json!({
             "role": "assistant", "content": null,
             "tool_calls": [{ "id": answer.id("call"), "type": "function", "function": { "name": name, "arguments": arguments.to_string() } }],
@@ -89,10 +102,11 @@ pub fn stream(answer: &Answer<'_>) -> Parts {
     let delta = |delta: Value| chunk(json!([{ "index": 0, "delta": delta, "finish_reason": null }]), Value::Null);
     let mut parts = vec![delta(json!({ "role": "assistant", "content": "" }))];
     match answer.reply {
-        Reply::Text(text) => {
+        Reply::Text(text) | Reply::CutOff(text) => {
             let (first, second) = halves(text);
             parts.extend([first, second].map(|text| delta(json!({ "content": text }))));
         }
+        Reply::Refusal(text) => parts.push(delta(json!({ "refusal": text }))),
         Reply::Call { name, arguments } => {
             let arguments = arguments.to_string();
             let (first, second) = halves(&arguments);

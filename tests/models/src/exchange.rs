@@ -25,6 +25,12 @@ pub struct Exchange {
     pub model: String,
     pub stream: bool,
     pub tools: Vec<Tool>,
+    /// Names of all tools, those that a client does not run itself among them.
+    pub offered: Vec<String>,
+    /// What the system prompts say.
+    pub system: String,
+    /// The JSON schema that the answer must follow.
+    pub schema: Option<Value>,
     /// What was said so far, system prompts left out.
     pub items: Vec<Item>,
 }
@@ -113,6 +119,47 @@ impl Exchange {
             Some(id) => Err(format!("no tool result for the call {id}")),
             None => Ok(()),
         }
+    }
+}
+
+/// The JSON schema of an answer, as OpenAI's strict mode wants it: a name, every property required, none beside them.
+pub fn strict_schema(format: &Value, at: &str) -> Result<Value, String> {
+    let name = format["name"].as_str().unwrap_or_default();
+    if name.is_empty()
+        || !name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
+    {
+        return Err(format!("{at}.name: must be letters, digits, '_' and '-'"));
+    }
+    let schema = &format["schema"];
+    let Some(properties) = schema["properties"].as_object().filter(|_| schema["type"] == "object") else {
+        return Err(format!("{at}.schema: must have the type 'object' and properties"));
+    };
+    let required = schema["required"].as_array().map_or(&[][..], Vec::as_slice);
+    if format["strict"] == true {
+        if schema["additionalProperties"] != false {
+            return Err(format!(
+                "{at}.schema: 'additionalProperties' is required to be supplied and to be false"
+            ));
+        }
+        if let Some((name, _)) = properties
+            .iter()
+            .find(|(name, _)| !required.iter().any(|required| required == name.as_str()))
+        {
+            return Err(format!("{at}.schema: 'required' must name every property; {name:?} is missing"));
+        }
+    }
+    Ok(schema.clone())
+}
+
+/// Adds texts, each on lines of its own.
+pub fn add(system: &mut String, texts: Vec<String>) {
+    for text in texts {
+        if !system.is_empty() {
+            system.push('\n');
+        }
+        system.push_str(&text);
     }
 }
 

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::{
-    exchange::{Answer, Exchange, Item, Parts, Tool, array, halves, text},
+    exchange::{Answer, Exchange, Item, Parts, Tool, add, array, halves, text, texts},
     script::Reply,
     usage::{CACHE_READ, INPUT, OUTPUT, REASONING},
 };
@@ -33,12 +33,25 @@ pub fn read(model: &str, stream: bool, body: &Value) -> Result<Exchange, String>
             items.push(item);
         }
     }
+    let mut system = String::new();
+    add(&mut system, texts(&body["systemInstruction"]["parts"])?);
     let declared = body["tools"].as_array().into_iter().flatten();
     let declared = declared.flat_map(|tool| tool["functionDeclarations"].as_array().into_iter().flatten());
+    let declared: Vec<&Value> = declared.collect();
+    let config = &body["generationConfig"];
+    let schema = ["responseJsonSchema", "responseSchema"].iter().find_map(|key| config.get(*key));
     Ok(Exchange {
+        offered: declared
+            .iter()
+            .filter_map(|tool| tool["name"].as_str())
+            .map(str::to_owned)
+            .collect(),
+        system,
+        schema: schema.cloned(),
         model: model.to_owned(),
         stream,
         tools: declared
+            .into_iter()
             .map(|tool| {
                 let schema = &tool["parametersJsonSchema"];
                 Ok(Tool {
@@ -55,7 +68,11 @@ fn part(answer: &Answer<'_>, parts: Value, last: bool) -> Value {
     let mut candidate = json!({ "index": 0, "content": { "role": "model", "parts": parts } });
     let mut whole = json!({ "modelVersion": answer.model, "responseId": answer.id("resp") });
     if last {
-        candidate["finishReason"] = json!("STOP");
+        candidate["finishReason"] = json!(match answer.reply {
+            Reply::Text(_) | Reply::Call { .. } => "STOP",
+            Reply::CutOff(_) => "MAX_TOKENS",
+            Reply::Refusal(_) => "SAFETY",
+        });
         whole["usageMetadata"] = json!({
             "promptTokenCount": INPUT, "cachedContentTokenCount": CACHE_READ, "candidatesTokenCount": OUTPUT, "thoughtsTokenCount": REASONING,
             "totalTokenCount": INPUT + OUTPUT + REASONING,
@@ -67,7 +84,9 @@ fn part(answer: &Answer<'_>, parts: Value, last: bool) -> Value {
 
 fn content(answer: &Answer<'_>) -> Value {
     match answer.reply {
-        Reply::Text(text) => json!([{ "text": text }]),
+        Reply::Text(text) | Reply::CutOff(text) => json!([{ "text": text }]),
+        // What is withheld is not told.
+        Reply::Refusal(_) => json!([]),
         Reply::Call { name, arguments } => json!([{ "functionCall": { "id": answer.id("call"), "name": name, "args": arguments } }]),
     }
 }
@@ -80,14 +99,14 @@ pub fn whole(answer: &Answer<'_>) -> Value {
 /// The answer as a stream.
 pub fn stream(answer: &Answer<'_>) -> Parts {
     let parts = match answer.reply {
-        Reply::Text(text) => {
+        Reply::Text(text) | Reply::CutOff(text) => {
             let (first, second) = halves(text);
             vec![
                 part(answer, json!([{ "text": first }]), false),
                 part(answer, json!([{ "text": second }]), true),
             ]
         }
-        Reply::Call { .. } => vec![part(answer, json!([]), false), part(answer, content(answer), true)],
+        Reply::Call { .. } | Reply::Refusal(_) => vec![part(answer, json!([]), false), part(answer, content(answer), true)],
     };
     parts.into_iter().map(|part| format!("data: {part}\n\n")).collect()
 }

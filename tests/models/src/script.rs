@@ -9,6 +9,8 @@
 //!
 //! Without `SAY` the final text is `[turn N] Done.` after commands, and `[turn N] You said: …` where there was no directive at all; N counts
 //! the answers of the conversation, so a client that has lost what was said before is found out.
+//!
+//! Who is asked to judge, or to play a person, reads other lines as well: see `judge` and `person` in the sources.
 
 use std::{borrow::Cow, time::Duration};
 
@@ -16,19 +18,27 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     Mode,
-    exchange::{Exchange, Item, Tool},
+    exchange::{Exchange, Item, Tool, halves},
+    judge::{self, Judgment},
+    person,
 };
 
 /// Longer waits are no longer a slow model but a stuck test.
 const MAX_WAIT: Duration = Duration::from_secs(120);
 /// Characters of the prompt that an echo repeats.
 const ECHO: usize = 200;
+/// As the agents call theirs: codex, claude, gemini and qwen; opencode, pi and bub.
+const SHELLS: [&str; 6] = ["exec_command", "Bash", "run_shell_command", "bash", "shell", "shell_command"];
 
 /// What the model answers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
     /// A final text.
     Text(String),
+    /// A text that ends at the limit of output tokens.
+    CutOff(String),
+    /// The model refuses, in these words.
+    Refusal(String),
     /// The call of a tool with these arguments.
     Call {
         /// The tool's name.
@@ -40,13 +50,21 @@ pub enum Reply {
 
 /// What is done with one request.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub(crate) struct Plan {
     /// How long the answer takes.
     pub wait: Duration,
-    /// The answer.
-    pub reply: Reply,
     /// The fault that is asked for.
     pub fault: Option<Mode>,
+    /// What is answered where nothing goes wrong.
+    answer: Answer,
+    /// A tool has answered since the person's last words.
+    called: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Answer {
+    Reply(Reply),
+    Judgment(Judgment),
 }
 
 /// What the person's last words ask for, at this point of the conversation.
@@ -63,26 +81,67 @@ pub(crate) fn plan(exchange: &Exchange) -> Plan {
     let prompt = prompt.as_ref();
     let after = last.map_or(&[][..], |at| &exchange.items[at..]);
     let done = after.iter().filter(|item| matches!(item, Item::Result(_))).count();
-    let directives = |word: &'static str| prompt.lines().filter_map(move |line| line.trim().strip_prefix(word));
-    let wait = directives("WAIT ")
+    let (directives, otherwise) = if let Some((brief, reply)) = person::reply(exchange) {
+        // The reply's own come first: those of the brief hold for all replies.
+        let directives = format!("{reply}\n{brief}");
+        (directives, Answer::Reply(Reply::Text(reply)))
+    } else if let Some((question, judgment)) = judge::judge(exchange, prompt) {
+        (question, Answer::Judgment(judgment))
+    } else {
+        let said: String = prompt.trim().chars().take(ECHO).collect();
+        let echo = format!("[turn {}] You said: {said}", turn(exchange));
+        (prompt.to_owned(), Answer::Reply(Reply::Text(echo)))
+    };
+    let find = |word: &'static str| directives.lines().filter_map(move |line| line.trim().strip_prefix(word));
+    let wait = find("WAIT ")
         .find_map(|ms| ms.trim().parse().ok())
         .map_or(Duration::ZERO, Duration::from_millis);
-    let fault = directives("FAULT ").next().map(|mode| Mode::of(&format!("/{}", mode.trim())).0);
-    let mut commands = directives("RUN ");
-    let ran = directives("RUN ").next().is_some();
-    let reply = match (commands.nth(done), directives("SAY ").next()) {
-        (Some(command), _) => call(&exchange.tools, command),
-        (None, Some(text)) => Reply::Text(text.to_owned()),
-        (None, None) if ran => Reply::Text(format!("[turn {}] Done.", turn(exchange))),
-        (None, None) => {
-            let said: String = prompt.trim().chars().take(ECHO).collect();
-            Reply::Text(format!("[turn {}] You said: {said}", turn(exchange)))
-        }
+    let ran = find("RUN ").next().is_some();
+    let answer = match (find("RUN ").nth(done), find("SAY ").next(), otherwise) {
+        (Some(command), ..) => Answer::Reply(call(&exchange.tools, command)),
+        (None, Some(text), _) => Answer::Reply(Reply::Text(text.to_owned())),
+        (None, None, Answer::Reply(_)) if ran => Answer::Reply(Reply::Text(format!("[turn {}] Done.", turn(exchange)))),
+        (None, None, otherwise) => otherwise,
     };
     Plan {
         wait: wait.min(MAX_WAIT),
-        reply,
-        fault,
+        fault: find("FAULT ").find_map(|mode| Mode::named(mode.trim())),
+        answer,
+        called: done > 0,
+    }
+}
+
+impl Plan {
+    /// The answer, as the mode spoils it.
+    pub(crate) fn reply(&self, mode: Mode, exchange: &Exchange) -> Reply {
+        let text = match (&self.answer, mode) {
+            (_, Mode::Tool) if !self.called => return any_call(&exchange.tools),
+            (_, Mode::Refusal) => return Reply::Refusal("I cannot help with that.".into()),
+            (_, Mode::Empty) => String::new(),
+            (Answer::Judgment(judgment), mode) => written(judgment, mode),
+            (Answer::Reply(Reply::Text(_)), Mode::Huge) => "x".repeat(Mode::HUGE),
+            (Answer::Reply(Reply::Text(text)), _) => text.clone(),
+            (Answer::Reply(reply), _) => return reply.clone(),
+        };
+        match mode {
+            Mode::Incomplete => Reply::CutOff(halves(&text).0.to_owned()),
+            _ => Reply::Text(text),
+        }
+    }
+}
+
+/// A judgment as a judge writes it.
+fn written(judgment: &Judgment, mode: Mode) -> String {
+    let Judgment { choice, reason } = judgment;
+    let whole = json!({ "choice": choice, "reason": reason });
+    match mode {
+        Mode::Invalid => halves(&whole.to_string()).0.to_owned(),
+        Mode::Extra => json!({ "choice": choice, "reason": reason, "confidence": 1 }).to_string(),
+        Mode::Missing => json!({ "choice": choice }).to_string(),
+        Mode::Label => json!({ "choice": format!("no {choice}"), "reason": reason }).to_string(),
+        Mode::Huge => json!({ "choice": choice, "reason": "x".repeat(Mode::HUGE) }).to_string(),
+        Mode::Fenced => format!("```json\n{whole}\n```"),
+        _ => whole.to_string(),
     }
 }
 
@@ -106,11 +165,25 @@ fn turn(exchange: &Exchange) -> usize {
     1 + exchange.items.iter().filter(ours).count()
 }
 
+fn shell(tools: &[Tool]) -> Option<&Tool> {
+    SHELLS.iter().find_map(|name| tools.iter().find(|tool| tool.name == *name))
+}
+
+/// A call of the shell, or of any tool, or of one that nobody has offered.
+fn any_call(tools: &[Tool]) -> Reply {
+    const COMMAND: &str = "id";
+    match (shell(tools), tools.first()) {
+        (Some(_), _) => call(tools, COMMAND),
+        (None, first) => Reply::Call {
+            name: first.map_or(SHELLS[0], |tool| &tool.name).to_owned(),
+            arguments: json!({ "cmd": COMMAND }),
+        },
+    }
+}
+
 /// A call of whatever tool of the client runs shell commands.
 fn call(tools: &[Tool], command: &str) -> Reply {
-    /// As the agents call theirs: codex, claude, gemini and qwen; opencode, pi and bub.
-    const SHELLS: [&str; 6] = ["exec_command", "Bash", "run_shell_command", "bash", "shell", "shell_command"];
-    let Some(tool) = SHELLS.iter().find_map(|name| tools.iter().find(|tool| tool.name == *name)) else {
+    let Some(tool) = shell(tools) else {
         return Reply::Text(format!("None of your {} tools runs commands.", tools.len()));
     };
     let properties = tool.parameters["properties"].as_object().cloned().unwrap_or_default();
@@ -151,17 +224,25 @@ mod tests {
             stream: true,
             tools: tools.collect(),
             items: items.to_vec(),
+            ..Exchange::default()
+        }
+    }
+
+    fn show(reply: Reply) -> String {
+        match reply {
+            Reply::Text(text) => text,
+            Reply::CutOff(text) => format!("{text}…"),
+            Reply::Refusal(text) => format!("refused: {text}"),
+            Reply::Call { name, arguments } => format!("{name} {arguments}"),
         }
     }
 
     fn check(items: &[Item], expected: &str) {
         let shell = json!({"properties": {"command": {"type": "string"}, "description": {"type": "string"}, "background": {"type": "boolean"},
             "timeout": {"type": "number"}}, "required": ["command", "description", "background"]});
-        let plan = plan(&exchange(items, &[("read", json!({})), ("bash", shell)]));
-        let shown = match plan.reply {
-            Reply::Text(text) => text,
-            Reply::Call { name, arguments } => format!("{name} {arguments}"),
-        };
+        let exchange = exchange(items, &[("read", json!({})), ("bash", shell)]);
+        let plan = plan(&exchange);
+        let shown = show(plan.reply(Mode::Ok, &exchange));
         let shown = if plan.wait.is_zero() {
             shown
         } else {
@@ -200,15 +281,54 @@ mod tests {
         for (prompt, expected) in faults {
             assert_eq!(plan(&exchange(&[user(prompt)], &[])).fault, expected, "{prompt}");
         }
-        let plain = plan(&exchange(&[user("RUN ls")], &[]));
-        assert_eq!(plain.reply, Reply::Text("None of your 0 tools runs commands.".into()));
-        let list = plan(&exchange(
-            &[user("RUN ls")],
-            &[("shell", json!({"properties": {"command": {"type": "array"}}}))],
-        ));
-        let Reply::Call { arguments, .. } = list.reply else {
-            panic!("a call")
+        let reply = |prompt: &str, tools: &[(&str, Value)], mode| {
+            let exchange = exchange(&[user(prompt)], tools);
+            show(plan(&exchange).reply(mode, &exchange))
         };
-        assert_eq!(arguments, json!({"command": ["bash", "-lc", "ls"]}));
+        let list = ("shell", json!({"properties": {"command": {"type": "array"}}}));
+        assert_eq!(reply("RUN ls", &[], Mode::Ok), "None of your 0 tools runs commands.");
+        assert_eq!(
+            reply("RUN ls", std::slice::from_ref(&list), Mode::Ok),
+            r#"shell {"command":["bash","-lc","ls"]}"#
+        );
+        assert_eq!(reply("SAY x", &[list], Mode::Tool), r#"shell {"command":["bash","-lc","id"]}"#);
+        assert_eq!(reply("SAY x", &[("read", json!({}))], Mode::Tool), r#"read {"cmd":"id"}"#);
+        assert_eq!(reply("SAY x", &[], Mode::Tool), r#"exec_command {"cmd":"id"}"#);
+    }
+
+    #[test]
+    fn judges_and_people() {
+        let check = |system: &str, prompt: &str, mode: Mode, expected: &str| {
+            let exchange = Exchange {
+                system: system.into(),
+                ..exchange(&[Item::User(prompt.into())], &[])
+            };
+            assert_eq!(show(plan(&exchange).reply(mode, &exchange)), expected, "{system} {prompt} {mode}");
+        };
+        let judgment = r#"{"choice":"good","reason":"no condition"}"#;
+        check("", "PICK good", Mode::Ok, judgment);
+        check("", "PICK good", Mode::Fenced, &format!("```json\n{judgment}\n```"));
+        check(
+            "",
+            "PICK good",
+            Mode::Extra,
+            r#"{"choice":"good","confidence":1,"reason":"no condition"}"#,
+        );
+        check("", "PICK good", Mode::Missing, r#"{"choice":"good"}"#);
+        check("", "PICK good", Mode::Label, r#"{"choice":"no good","reason":"no condition"}"#);
+        check("", "PICK good", Mode::Invalid, r#"{"choice":"good","re"#);
+        check("", "PICK good", Mode::Incomplete, r#"{"choice":"good","re…"#);
+        check("", "PICK good", Mode::Refusal, "refused: I cannot help with that.");
+        check("", "PICK good\nSAY maybe", Mode::Ok, "maybe");
+        check("PERSON: yes | no", "Shall I?", Mode::Ok, "yes");
+        check("PERSON: yes | no", "Shall I?", Mode::Empty, "");
+        check("PERSON: yes | no", "RUN by the agent", Mode::Incomplete, "y…");
+        check("PERSON: RUN ls", "Shall I?", Mode::Ok, "None of your 0 tools runs commands.");
+        let exchange = Exchange {
+            system: "PERSON: FAULT m500 | no\nWAIT 5".into(),
+            ..exchange(&[Item::User("Shall I?".into())], &[])
+        };
+        let plan = plan(&exchange);
+        assert_eq!((plan.fault, plan.wait), (Some(Mode::M500), Duration::from_millis(5)));
     }
 }

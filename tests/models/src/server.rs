@@ -10,7 +10,7 @@ use axum::{
 };
 use bytes::Bytes;
 use futures::stream;
-use http::{HeaderMap, Method, StatusCode, Uri, header};
+use http::{HeaderMap, Method, StatusCode, Uri, header, request::Parts};
 use serde_json::{Value, json};
 use tokio::{
     net::{TcpListener, UnixListener},
@@ -20,11 +20,11 @@ use tokio::{
 
 use crate::{
     Format, Mode, Request, Totals, anthropic, chat,
-    exchange::{Answer, Exchange, Item, Parts},
+    exchange::{Answer, Exchange, Item, Parts as Pieces},
     gemini,
-    ledger::Ledger,
+    ledger::{KEPT_BODY, Ledger},
     responses,
-    script::{self, Reply},
+    script::{self, Plan, Reply},
 };
 
 /// Of a request. A conversation of the longest test is a tenth of that.
@@ -37,6 +37,8 @@ const HANG: Duration = Duration::from_secs(1_800);
 const BEFORE_CUT: Duration = Duration::from_millis(50);
 /// Of the prompt, in the list of requests.
 const SHOWN_PROMPT: usize = 200;
+/// The same for each ask of one job.
+const IDEMPOTENCY_KEY: &str = "idempotency-key";
 
 /// A running server; it ends when this is dropped.
 pub struct ModelServer {
@@ -79,7 +81,7 @@ impl ModelServer {
 
     /// The base URL for a mode, without a version: `http://127.0.0.1:PORT/m401`. OpenAI's and chat completions' clients want `/v1` behind it.
     pub fn url(&self, mode: Mode) -> String {
-        format!("http://{}{}", self.address, mode.prefix())
+        format!("http://{}/{mode}", self.address)
     }
 
     /// The newest requests, oldest first.
@@ -89,7 +91,7 @@ impl ModelServer {
 
     /// Counts since the start.
     pub fn totals(&self) -> Totals {
-        self.ledger.read().0
+        self.ledger.totals()
     }
 }
 
@@ -165,11 +167,18 @@ async fn answer(State(ledger): State<Arc<Ledger>>, request: HttpRequest) -> Resu
     let key = key(format, &head.headers, &head.uri);
     let exchange = read(&route, &head.headers, &body);
     let plan = exchange.as_ref().ok().map(script::plan);
-    let mode = plan.as_ref().and_then(|plan| plan.fault).unwrap_or(mode);
-    let outcome = outcome(mode, key.as_deref(), exchange.as_ref(), plan.as_ref().map(|plan| &plan.reply));
-    let number = ledger.add(entry(format, mode, key, exchange.as_ref().ok(), &outcome));
-    let reply = match outcome {
-        Outcome::Fault(status, message) => return Ok(refusal(format, status, &message)),
+    let asked = plan.as_ref().and_then(|plan| plan.fault).unwrap_or(mode);
+    let mode = match asked {
+        Mode::First(times, simple) => {
+            let job = header(&head.headers, IDEMPOTENCY_KEY).unwrap_or_else(|| exchange.as_ref().map(Exchange::hash).unwrap_or_default());
+            if ledger.ask(asked, &job) < times { *simple } else { Mode::Ok }
+        }
+        simple => simple,
+    };
+    let outcome = outcome(mode, key.as_deref(), exchange.as_ref(), plan.as_ref());
+    let number = ledger.add(entry(&head, format, mode, key, exchange.as_ref().ok(), &body, &outcome));
+    let reply = match &outcome {
+        Outcome::Fault(status, message) => return Ok(refusal(format, *status, message)),
         Outcome::Hang => {
             sleep(HANG).await;
             return Ok(refusal(format, StatusCode::GATEWAY_TIMEOUT, "no answer"));
@@ -180,6 +189,9 @@ async fn answer(State(ledger): State<Arc<Ledger>>, request: HttpRequest) -> Resu
         return Ok(refusal(format, StatusCode::BAD_REQUEST, "an answer without a request"));
     };
     sleep(plan.wait).await;
+    if let Mode::Wait(ms) = mode {
+        sleep(Duration::from_millis(ms.into())).await;
+    }
     let answer = Answer {
         number,
         model: &exchange.model,
@@ -189,13 +201,13 @@ async fn answer(State(ledger): State<Arc<Ledger>>, request: HttpRequest) -> Resu
 }
 
 /// What is done with a request.
-enum Outcome<'a> {
+enum Outcome {
     Fault(StatusCode, String),
     Hang,
-    Reply(&'a Reply),
+    Reply(Reply),
 }
 
-fn outcome<'a>(mode: Mode, key: Option<&str>, exchange: Result<&Exchange, &String>, reply: Option<&'a Reply>) -> Outcome<'a> {
+fn outcome(mode: Mode, key: Option<&str>, exchange: Result<&Exchange, &String>, plan: Option<&Plan>) -> Outcome {
     let fault = |status, message: &str| Outcome::Fault(status, message.to_owned());
     match (mode, key) {
         (Mode::M401, _) => return fault(StatusCode::UNAUTHORIZED, "Incorrect API key provided"),
@@ -207,22 +219,45 @@ fn outcome<'a>(mode: Mode, key: Option<&str>, exchange: Result<&Exchange, &Strin
                 "The server had an error while processing your request",
             );
         }
-        (Mode::Ok | Mode::Cut | Mode::Slow | Mode::Hang, Some(_)) => {}
+        (Mode::M503, _) => {
+            return fault(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "The engine is currently overloaded, please try again later",
+            );
+        }
+        (Mode::M529, _) => return fault(overloaded(), "Overloaded"),
+        _ => {}
     }
-    match (exchange, reply, mode) {
+    match (exchange, plan, mode) {
         (Err(reason), _, _) => fault(StatusCode::BAD_REQUEST, reason),
         (Ok(_), _, Mode::Hang) => Outcome::Hang,
-        (Ok(_), Some(reply), _) => Outcome::Reply(reply),
+        (Ok(exchange), Some(plan), mode) => Outcome::Reply(plan.reply(mode, exchange)),
         (Ok(_), None, _) => fault(StatusCode::BAD_REQUEST, "nothing to answer"),
     }
 }
 
-fn entry(format: Format, mode: Mode, key: Option<String>, exchange: Option<&Exchange>, outcome: &Outcome<'_>) -> Request {
+/// Anthropic's own status of an overload.
+fn overloaded() -> StatusCode {
+    StatusCode::from_u16(529).unwrap_or(StatusCode::SERVICE_UNAVAILABLE)
+}
+
+/// A request as it is written down.
+fn entry(
+    head: &Parts,
+    format: Format,
+    mode: Mode,
+    key: Option<String>,
+    exchange: Option<&Exchange>,
+    body: &[u8],
+    outcome: &Outcome,
+) -> Request {
     let answer = match outcome {
         Outcome::Fault(StatusCode::BAD_REQUEST, reason) => format!("refused: {reason}"),
         Outcome::Fault(status, _) => status.as_u16().to_string(),
         Outcome::Hang => "none".into(),
         Outcome::Reply(Reply::Text(_)) => "text".into(),
+        Outcome::Reply(Reply::CutOff(_)) => "cut off".into(),
+        Outcome::Reply(Reply::Refusal(_)) => "refusal".into(),
         Outcome::Reply(Reply::Call { name, .. }) => format!("call {name}"),
     };
     let said = exchange
@@ -234,6 +269,10 @@ fn entry(format: Format, mode: Mode, key: Option<String>, exchange: Option<&Exch
         });
     Request {
         number: 0,
+        method: head.method.to_string(),
+        path: head.uri.to_string(),
+        user_agent: header(&head.headers, "user-agent").unwrap_or_default(),
+        idempotency_key: header(&head.headers, IDEMPOTENCY_KEY),
         format,
         mode,
         answer,
@@ -242,7 +281,13 @@ fn entry(format: Format, mode: Mode, key: Option<String>, exchange: Option<&Exch
         prompt_hash: exchange.map(Exchange::hash).unwrap_or_default(),
         prompt: said.unwrap_or_default(),
         items: exchange.map_or(0, |exchange| exchange.items.len()),
+        tools: exchange.map(|exchange| exchange.offered.clone()).unwrap_or_default(),
+        body: String::from_utf8_lossy(&body[..body.len().min(KEPT_BODY)]).into(),
     }
+}
+
+fn header(headers: &HeaderMap, name: &str) -> Option<String> {
+    headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
 /// The key as each vendor's clients send it.
@@ -273,7 +318,7 @@ fn read(route: &Route<'_>, headers: &HeaderMap, body: &[u8]) -> Result<Exchange,
 }
 
 fn write(format: Format, stream: bool, mode: Mode, answer: &Answer<'_>) -> Response {
-    let (kind, parts): (&str, Parts) = match (format, stream) {
+    let (kind, parts): (&str, Pieces) = match (format, stream) {
         (Format::Responses, true) => ("text/event-stream", responses::stream(answer)),
         (Format::Messages, true) => ("text/event-stream", anthropic::stream(answer)),
         (Format::Chat, true) => ("text/event-stream", chat::stream(answer)),
@@ -285,6 +330,10 @@ fn write(format: Format, stream: bool, mode: Mode, answer: &Answer<'_>) -> Respo
     };
     let half = parts.len() / 2;
     let mut sent: Vec<io::Result<Bytes>> = parts.into_iter().map(|part| Ok(part.into())).collect();
+    if mode == Mode::Stall {
+        let first = sent.first().and_then(|part| part.as_ref().ok()).map(|part| part.slice(..1));
+        sent = first.into_iter().map(Ok).chain([Err(io::Error::other("stalled"))]).collect();
+    }
     if mode == Mode::Cut {
         sent.truncate(half);
         sent.push(Err(io::Error::other("cut")));
@@ -293,6 +342,7 @@ fn write(format: Format, stream: bool, mode: Mode, answer: &Answer<'_>) -> Respo
         let part = sent.next()?;
         match (mode, &part) {
             (Mode::Slow, _) => sleep(Mode::PAUSE).await,
+            (Mode::Stall, Err(_)) => sleep(HANG).await,
             (_, Err(_)) => sleep(BEFORE_CUT).await,
             (_, Ok(_)) => {}
         }
@@ -304,7 +354,7 @@ fn write(format: Format, stream: bool, mode: Mode, answer: &Answer<'_>) -> Respo
     response
 }
 
-fn in_two(value: &Value) -> Parts {
+fn in_two(value: &Value) -> Pieces {
     let text = value.to_string();
     let (first, second) = crate::exchange::halves(&text);
     vec![first.to_owned(), second.to_owned()]
@@ -318,6 +368,7 @@ fn refusal(format: Format, status: StatusCode, message: &str) -> Response {
         StatusCode::UNAUTHORIZED => ("invalid_request_error", "invalid_api_key"),
         StatusCode::TOO_MANY_REQUESTS => ("requests", "rate_limit_exceeded"),
         StatusCode::INTERNAL_SERVER_ERROR => ("server_error", "server_error"),
+        status if status.is_server_error() => ("server_error", "server_is_overloaded"),
         _ => ("invalid_request_error", "invalid_request_error"),
     };
     let anthropic = match status {
@@ -325,12 +376,14 @@ fn refusal(format: Format, status: StatusCode, message: &str) -> Response {
         StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
         StatusCode::INTERNAL_SERVER_ERROR => "api_error",
         StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+        status if status.is_server_error() => "overloaded_error",
         _ => "invalid_request_error",
     };
     let gemini = match status {
         StatusCode::UNAUTHORIZED => "UNAUTHENTICATED",
         StatusCode::TOO_MANY_REQUESTS => "RESOURCE_EXHAUSTED",
         StatusCode::INTERNAL_SERVER_ERROR => "INTERNAL",
+        status if status.is_server_error() => "UNAVAILABLE",
         _ => "INVALID_ARGUMENT",
     };
     let body = match format {
