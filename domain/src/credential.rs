@@ -35,10 +35,12 @@ pub fn method(harness: Harness) -> Method {
 
 /// The documented text of a credential that is not there.
 pub fn missing(harness: Harness, variable: &str) -> String {
-    format!(
-        "Set {variable} in Settings > Environment to run {} (on this server: in the scheduler's own environment)",
-        harness.name()
-    )
+    missing_for(harness.name(), variable)
+}
+
+/// As [`missing`], of a harness or a provider.
+pub fn missing_for(answerer: &str, variable: &str) -> String {
+    format!("Set {variable} in Settings > Environment to run {answerer} (on this server: in the scheduler's own environment)")
 }
 
 impl Method {

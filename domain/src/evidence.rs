@@ -6,9 +6,10 @@ use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::cutting::cut;
 use crate::{
-    changes::TurnChanges, coverage::Coverage, limits::*, mocks::MockCalls, names::names, number::Number, outcome::Usage, redact::Redactor,
-    timing::Timing,
+    changes::TurnChanges, coverage::Coverage, decode::utf16_len, judge::JudgeFile, limits::*, mocks::MockCalls, names::names,
+    number::Number, outcome::Usage, redact::Redactor, timing::Timing,
 };
 
 /// All that is kept of one trial.
@@ -45,6 +46,9 @@ pub struct TrialEvidence {
     /// Ours: what the agent asked of the profile's mocks. Absent where there were none, or no calls.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mock_calls: Option<MockCalls>,
+    /// Ours: the files of the workspace that the case's judges read. Whole, so that they can be asked again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub judge_files: Vec<JudgeFile>,
 }
 
 /// One entry of a trajectory. Times are in milliseconds since the epoch, and may have a fraction.
@@ -168,6 +172,14 @@ impl JournalEntry {
         }
     }
 
+    /// How many events it says were left out in its place, where it says that.
+    pub(crate) fn left_out(&self) -> Option<u64> {
+        match self {
+            Self::Message { role: None, text, .. } => text.strip_prefix('[')?.strip_suffix(LEFT_OUT)?.parse().ok(),
+            _ => None,
+        }
+    }
+
     /// The bytes of its JSON.
     fn json_len(&self) -> usize {
         struct Count(usize);
@@ -192,24 +204,6 @@ fn seal_text(text: &mut String, redactor: &Redactor) -> bool {
     cut(text, MAX_EVIDENCE_TEXT)
 }
 
-/// Cuts a text to at most `max` UTF-16 code units without splitting a character. True: it was cut.
-pub fn cut(text: &mut String, max: usize) -> bool {
-    let mut length = 0;
-    let end = text.char_indices().find(|(_, c)| {
-        length += c.len_utf16();
-        length > max
-    });
-    match end {
-        Some((end, _)) => {
-            text.truncate(end);
-            // A cut text keeps no more memory than it needs: there are thousands of them.
-            text.shrink_to_fit();
-            true
-        }
-        None => false,
-    }
-}
-
 /// Collects a trajectory in bounded memory: beyond [`MAX_TRAJECTORY_ENTRIES`] or [`MAX_TRAJECTORY_BYTES`] it leaves out the middle and says so
 /// in one message.
 #[derive(Debug)]
@@ -225,6 +219,9 @@ pub struct Trajectory {
 
 /// Bytes kept free for the message that tells of the cut, and for the brackets around all.
 const MARK_BYTES: usize = 256;
+
+/// Ends the message in the place of events that were left out.
+const LEFT_OUT: &str = " events were left out here: the trajectory is too long to keep whole]";
 
 impl Default for Trajectory {
     fn default() -> Self {
@@ -276,10 +273,7 @@ impl Trajectory {
         }
         let mut entries = self.head;
         if self.dropped > 0 {
-            let text = format!(
-                "[{} events were left out here: the trajectory is too long to keep whole]",
-                self.dropped
-            );
+            let text = format!("[{}{LEFT_OUT}", self.dropped);
             entries.push(JournalEntry::Message {
                 finished_at_millis: None,
                 role: None,
@@ -458,7 +452,7 @@ impl ValidationValue {
     fn seal(&mut self, redactor: &Redactor, left: &mut usize) -> bool {
         redactor.string(&mut self.text);
         self.truncated |= cut(&mut self.text, MAX_VALIDATION_VALUE.min(*left));
-        *left -= crate::decode::utf16_len(&self.text);
+        *left -= utf16_len(&self.text);
         self.truncated
     }
 }

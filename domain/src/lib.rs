@@ -1,20 +1,26 @@
 //! Vocabulary, limits, request validation, identity hashes and redaction. No I/O, no clock, no tokio.
 
+pub mod answerer;
 pub mod changes;
 pub mod coverage;
 pub mod credential;
+mod cutting;
 pub mod decode;
 pub mod evidence;
 pub mod identity;
 pub mod ids;
+pub mod judge;
 pub mod limits;
 pub mod mocks;
 pub mod models;
 mod names;
 pub mod number;
+mod one_line;
 pub mod outcome;
 pub mod permission;
+pub mod person;
 pub mod prompt;
+pub mod provider;
 pub mod redact;
 pub mod report;
 pub mod request;

@@ -211,6 +211,16 @@ pub const MAX_JUDGE_FILE: usize = 32_000;
 pub const MAX_JUDGE_FILES_TOTAL: usize = 96_000;
 /// Characters of a judge's reason (contract 2.7).
 pub const MAX_JUDGE_REASON: usize = 2_000;
+/// Characters of the agent's last message that a judge reads. Messages are not cut elsewhere, and a line of output may have 16 MiB. With this, all
+/// that a judge reads stays below the 128,000 tokens that the smaller models take.
+pub const MAX_JUDGE_OUTPUT: usize = 96_000;
+/// Bytes of a judge's answer that are read: a reason of 2,000 characters, each of which may be written as an escape of up to 12 bytes, with room
+/// for the label.
+pub const MAX_JUDGE_ANSWER_BYTES: usize = 64 << 10;
+/// Characters of one text in the conversation that a simulated person reads: 50 turns of them still fit into a model's window.
+pub const MAX_PERSON_TEXT: usize = 16_000;
+/// Characters of a simulated person's reply. It is asked for one or two sentences, and a recorded step holds 64 KiB.
+pub const MAX_PERSON_REPLY: usize = 16_000;
 /// How long a judge's sandbox waits for the trial's own to be gone. Longer, and the worker that should remove it may never come back.
 pub const JUDGE_AFTER_SANDBOX_MS: u64 = 60_000;
 /// How long a simulated person may take for one reply.

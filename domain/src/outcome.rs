@@ -218,6 +218,22 @@ pub fn validator_failed(name: &str, reason: &str) -> String {
     ))
 }
 
+/// A judge gave no valid judgment. `reason` must be redacted.
+pub fn judge_failed(name: &str, reason: &str) -> String {
+    failure_text(&format!(
+        "The judge {name} gave no judgment: {}",
+        first_line(reason).unwrap_or("no reason was given")
+    ))
+}
+
+/// The case's simulated person gave no reply. `reason` must be redacted.
+pub fn user_unavailable(reason: &str) -> String {
+    failure_text(&format!(
+        "The simulated person could not answer: {}",
+        first_line(reason).unwrap_or("no reason was given")
+    ))
+}
+
 /// A prepare step did not do what it should, for another reason than its exit status. `reason` must be redacted.
 pub fn prepare_refused(name: &str, reason: &str) -> String {
     failure_text(&format!(

@@ -295,6 +295,20 @@ pub struct JudgedValidator {
     pub source_files: Option<Vec<SourceFile>>,
 }
 
+impl JudgedValidator {
+    /// The files that its judges read, each once, in the order in which they are named first.
+    pub fn judge_files(&self) -> Vec<&str> {
+        let mut seen = BTreeSet::new();
+        let named = self.judges.iter().flat_map(|judge| judge.files.iter().flatten());
+        named.map(String::as_str).filter(|path| seen.insert(*path)).collect()
+    }
+
+    /// Whether what its checks and judges were given, and gave, is kept.
+    pub fn captures(&self) -> bool {
+        self.capture.unwrap_or(true)
+    }
+}
+
 /// The word `judged`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -389,12 +403,31 @@ pub enum JudgeBy {
     },
 }
 
+impl JudgeBy {
+    /// Its name in a judgment: the harness, or the provider.
+    pub fn evaluator(&self) -> &'static str {
+        match self {
+            Self::Provider { provider } => provider.name(),
+            Self::Harness { harness } => harness.name(),
+        }
+    }
+}
+
 /// A provider of judging models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JudgeProvider {
     /// OpenAI.
     Openai,
+}
+
+impl JudgeProvider {
+    /// The name that the contract gives it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Openai => "openai",
+        }
+    }
 }
 
 /// What the cases run on.

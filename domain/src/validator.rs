@@ -42,7 +42,7 @@ pub struct Plan<'a> {
 pub fn plans<'a>(validator: &'a Validator) -> Vec<Plan<'a>> {
     let (checks, capture) = match validator {
         Validator::Code(code) => (std::slice::from_ref(&code.check), true),
-        Validator::Judged(judged) => (judged.checks.as_slice(), judged.capture.unwrap_or(true)),
+        Validator::Judged(judged) => (judged.checks.as_slice(), judged.captures()),
     };
     let mut first = 0;
     let plan = |(group, check): (usize, &'a Check)| {

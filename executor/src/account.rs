@@ -204,6 +204,7 @@ impl Account {
             file_changes: self.file_changes,
             timing: attempt.timing(),
             source_commit: self.source_commit,
+            judge_files: Vec::new(),
         };
         let bytes = json(&evidence);
         let place = if bytes.len() <= INLINE_EVIDENCE_BYTES {
