@@ -13,6 +13,7 @@ mod render;
 mod result;
 mod runner;
 mod server;
+mod splice;
 
 use std::{panic::AssertUnwindSafe, time::Instant};
 

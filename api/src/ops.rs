@@ -9,14 +9,14 @@ use axum::{
 };
 use evalgrid_domain::{
     decode::{Decoder, Text, parse_json},
-    limits::{DEFAULT_PAGE, MAX_BODY_BYTES, MAX_IDEMPOTENCY_KEY, MAX_JSON_DEPTH, MAX_PAGE, MAX_START_BODY_BYTES},
+    limits::{DEFAULT_PAGE, MAX_BODY_BYTES, MAX_CASES, MAX_IDEMPOTENCY_KEY, MAX_JSON_DEPTH, MAX_PAGE, MAX_START_BODY_BYTES},
     number::MAX_SAFE_INTEGER,
     permission::Permission,
-    request::Harness,
+    request::{self, Harness},
 };
 use evalgrid_proto::v1::{
-    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, ListModelsRequest, PageCursor, RetryBatchRequest,
-    StartBatchRequest, WhoamiRequest,
+    CancelBatchRequest, GetBatchRequest, GetRunRequest, Identity, ListBatchesRequest, ListModelsRequest, PageCursor, RegradeBatchRequest,
+    RetryBatchRequest, StartBatchRequest, WhoamiRequest,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use serde_json::{Value, json};
@@ -61,6 +61,7 @@ pub(crate) enum Op {
     ListBatches,
     CancelBatch,
     RetryBatch,
+    RegradeBatch,
     GetRun,
     GetArtifact,
     ListModels,
@@ -83,6 +84,7 @@ impl Op {
             "evals.batches.list" => Op::ListBatches,
             "evals.batches.cancel" => Op::CancelBatch,
             "evals.batches.retry" => Op::RetryBatch,
+            "evals.batches.regrade" => Op::RegradeBatch,
             "evals.models.list" => Op::ListModels,
             "evals.runs.get" => Op::GetRun,
             "evals.artifacts.get" => Op::GetArtifact,
@@ -115,7 +117,7 @@ pub(crate) async fn operation(State(app): State<App>, request: Request) -> Respo
 async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Response, Failure> {
     let caller = Caller::from(headers)?;
     let idempotency_key = match op {
-        Op::Start | Op::RunnerStart | Op::RetryBatch => idempotency_key(headers)?,
+        Op::Start | Op::RunnerStart | Op::RetryBatch | Op::RegradeBatch => idempotency_key(headers)?,
         _ => None,
     };
     let limit = match op {
@@ -149,6 +151,15 @@ async fn answer(app: &App, op: Op, headers: &HeaderMap, body: Body) -> Result<Re
             };
             let retry = call!(batches, retry, caller.request(message.clone()));
             let started = cells.write(&caller, limits::START_DEADLINE, retry).await?;
+            Ok(answered(&render::started(&started)))
+        }
+        Op::RegradeBatch => {
+            let message = RegradeBatchRequest {
+                idempotency_key,
+                ..decode(body, regrade)?
+            };
+            let regrade = call!(batches, regrade, caller.request(message.clone()));
+            let started = cells.write(&caller, limits::START_DEADLINE, regrade).await?;
             Ok(answered(&render::started(&started)))
         }
         Op::GetBatch => {
@@ -203,7 +214,7 @@ async fn whoami(app: &App, caller: &Caller) -> Result<Identity, Failure> {
 async fn may_send(app: &App, op: Op, caller: &Caller) -> Result<String, Failure> {
     let identity = whoami(app, caller).await?;
     let write = Permission::EvalsWrite.name();
-    let starts = matches!(op, Op::Start | Op::RunnerStart | Op::Report);
+    let starts = matches!(op, Op::Start | Op::RunnerStart | Op::RegradeBatch | Op::Report);
     if starts && !identity.permissions.iter().any(|held| held == write) {
         return Err(Failure::Forbidden(format!(
             "this key lacks the permission {write}; ask for a key that has it"
@@ -283,6 +294,24 @@ pub(crate) fn decode<T>(body: Held, shape: fn(&mut Decoder, &Value) -> Option<T>
 pub(crate) fn by_id(d: &mut Decoder, value: &Value) -> Option<String> {
     let map = d.object(value)?;
     d.required(map, "id", |d, value| d.string(value, Text::any()))
+}
+
+/// Without the key. The judges are passed on as they were sent: what becomes of them is the scheduler's to say.
+fn regrade(d: &mut Decoder, value: &Value) -> Option<RegradeBatchRequest> {
+    let map = d.object(value)?;
+    let id = d.required(map, "id", |d, value| d.string(value, Text::any()));
+    let judges = d.optional(map, "judges", |d, value| {
+        request::judges(d, value).map(|_| value.to_string().into_bytes().into())
+    });
+    let cases = d.optional(map, "cases", |d, value| {
+        d.array(value, 0..=MAX_CASES, |d, value| d.string(value, Text::any()))
+    });
+    Some(RegradeBatchRequest {
+        id: id?,
+        idempotency_key: None,
+        judges_json: judges?,
+        cases: cases?.unwrap_or_default(),
+    })
 }
 
 fn list_batches(d: &mut Decoder, value: &Value) -> Option<ListBatchesRequest> {

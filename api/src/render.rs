@@ -1,14 +1,16 @@
 //! The contract's objects, field by field, from what the scheduler says.
 
 use evalgrid_domain::{
+    evidence::{Judgment, Validation, ValidationKind, ValidationStatus, ValidationValue},
+    limits::MAX_VALIDATION_MESSAGE,
     number::Number,
     prompt,
-    request::{Case, DEFAULT_USER_MODEL, Source, SourceFile, SuiteBatchRequest, effective_source},
+    request::{Case, DEFAULT_USER_MODEL, Source, SourceFile, SuiteBatchRequest, Validator, effective_source},
     timestamp,
 };
 use evalgrid_proto::v1::{
-    Batch, BatchPage, BatchStatus, BatchSummary, CaseInfo, Distribution, Identity, ModelCatalogue, PageCursor, Run, StartedBatch, Trial,
-    TrialStatus, Trigger, Usage, VariantInfo,
+    Batch, BatchPage, BatchStatus, BatchSummary, CaseInfo, Distribution, Identity, JudgeVerdict, Judged, ModelCatalogue, PageCursor, Run,
+    StartedBatch, Trial, TrialStatus, Trigger, Usage, VariantInfo,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -98,6 +100,9 @@ pub(crate) fn batch_head(batch: &Batch) -> Value {
     });
     if let Some(retried) = &batch.retry_of {
         head["retryOf"] = json!(retried);
+    }
+    if let Some(regraded) = &batch.regrade_of {
+        head["regradeOf"] = json!(regraded);
     }
     head
 }
@@ -243,9 +248,10 @@ fn distribution(d: &Distribution) -> Value {
 pub(crate) fn trial_head(trial: &Trial) -> Value {
     let outcome = trial.outcome.clone().unwrap_or_default();
     let scored = matches!(trial.status(), TrialStatus::Passed | TrialStatus::Failed);
-    let exit_code = match trial.outcome {
-        Some(_) => outcome.exit_code,
-        None => -1,
+    // What the checks of a trial said is no verdict as long as its judges have not answered.
+    let exit_code = match trial.status() {
+        TrialStatus::Passed | TrialStatus::Failed | TrialStatus::Void => outcome.exit_code,
+        TrialStatus::Queued | TrialStatus::Running | TrialStatus::Unspecified => -1,
     };
     let mut head = json!({
         "commands": outcome.commands,
@@ -266,7 +272,76 @@ pub(crate) fn trial_head(trial: &Trial) -> Value {
     if outcome.carried {
         head["carried"] = json!(true);
     }
+    if let Some(before) = &outcome.before {
+        head["before"] = json!({
+            "judges": before.judged.iter().map(short).collect::<Vec<_>>(),
+            "status": trial_status(before.status()),
+        });
+    }
     head
+}
+
+/// A judgment of before a regrade; its record is in the batch of then.
+fn short(judged: &Judged) -> Value {
+    json!({
+        "choice": judged.choice,
+        "name": judged.name,
+        "score": judged.score.map(Number),
+        "verdict": judge_status(judged.verdict()).name(),
+    })
+}
+
+fn judge_status(verdict: JudgeVerdict) -> ValidationStatus {
+    match verdict {
+        JudgeVerdict::Passed => ValidationStatus::Passed,
+        JudgeVerdict::Failed => ValidationStatus::Failed,
+        JudgeVerdict::Error | JudgeVerdict::Unspecified => ValidationStatus::Error,
+    }
+}
+
+/// What is shown of a judge that left no record, such as one that nobody could ask.
+pub(crate) fn judged(judged: &Judged, batch: &Batch, run: &Run, request: &SuiteBatchRequest) -> Result<Validation, Incoherent> {
+    let (case, index) = (run.case_index as usize, judged.index as usize);
+    let info = batch.cases.get(case).ok_or(Incoherent("a run of no case"))?;
+    let by = info.judges.get(index).ok_or(Incoherent("a judgment of no judge"))?;
+    let asked = match request.cases.get(case).and_then(|case| case.validator.as_ref()) {
+        Some(Validator::Judged(validator)) => validator.judges.get(index),
+        Some(Validator::Code(_)) | None => None,
+    };
+    let asked = asked.ok_or(Incoherent("a judgment that the start request does not ask for"))?;
+    let evaluator = if by.harness.is_empty() { &by.provider } else { &by.harness };
+    let error = (!judged.error.is_empty()).then(|| judged.error.clone());
+    let message: String = judged.error.chars().take(MAX_VALIDATION_MESSAGE).collect();
+    Ok(Validation {
+        calls: Vec::new(),
+        duration_ms: None,
+        error: error.clone().map(ValidationValue::text),
+        exit_code: None,
+        id: format!("judge:{index}"),
+        index: u64::from(info.checks) + u64::from(judged.index),
+        input: ValidationValue::unavailable(),
+        judgment: Some(Judgment {
+            choice: judged.choice.clone(),
+            duration_ms: 0,
+            error,
+            evaluator: evaluator.clone(),
+            model: by.model.clone(),
+            name: judged.name.clone(),
+            reason: "There is no record of this judgment.".to_owned(),
+            score: judged.score.map(Number),
+            threshold: asked.threshold,
+            usage: None,
+        }),
+        kind: ValidationKind::Judge,
+        logs: Vec::new(),
+        message,
+        metadata: None,
+        name: judged.name.clone(),
+        output: ValidationValue::unavailable(),
+        started_at: None,
+        status: judge_status(judged.verdict()),
+        truncated: false,
+    })
 }
 
 fn usage(usage: &Usage) -> Value {

@@ -4,7 +4,7 @@
 use axum::{body::Body, response::Response};
 use bytes::Bytes;
 use evalgrid_domain::{evidence::TrialEvidence, request::SuiteBatchRequest};
-use evalgrid_proto::v1::{Batch, ObjectRef, Run, RunInBatch, Trial, evidence::Place};
+use evalgrid_proto::v1::{Batch, Judged, ObjectRef, Run, RunInBatch, Trial, evidence::Place};
 use futures::stream;
 use http::{HeaderValue, header};
 use serde::Serialize;
@@ -19,6 +19,7 @@ use crate::{
     limits,
     ops::{App, Caller},
     render::{self, Incoherent},
+    splice::{ArrayEnd, Splice},
 };
 
 /// EvalBatch.
@@ -178,16 +179,22 @@ impl Work {
         writer.text(b",\"trials\":[").await?;
         for (index, trial) in run.trials.iter().enumerate() {
             writer.comma(index).await?;
-            self.trial(writer, trial).await?;
+            self.trial(writer, run, trial).await?;
         }
         writer.text(b"]}").await
     }
 
-    async fn trial(&self, writer: &mut Writer, trial: &Trial) -> Result<(), Broken> {
+    async fn trial(&self, writer: &mut Writer, run: &Run, trial: &Trial) -> Result<(), Broken> {
         writer.open(&render::trial_head(trial))?;
         let outcome = trial.outcome.as_ref();
         let evidence = outcome.and_then(|outcome| outcome.evidence.as_ref());
-        let mut splice = Splice::default();
+        let judged = outcome.map(|outcome| outcome.judged.as_slice()).unwrap_or_default();
+        let mut inside = Inside {
+            work: self,
+            run,
+            splice: Splice::default(),
+            end: (!judged.is_empty()).then(|| (ArrayEnd::default(), judged)),
+        };
         match evidence.and_then(|evidence| evidence.place.as_ref()) {
             None => {
                 let void_fields = outcome.map(|outcome| outcome.void_fields.clone()).unwrap_or_default();
@@ -195,56 +202,85 @@ impl Work {
                     void_fields,
                     ..TrialEvidence::default()
                 };
-                splice.push(writer, &serde_json::to_vec(&none)?).await?;
+                inside.push(writer, &serde_json::to_vec(&none)?).await?;
             }
-            Some(Place::Inline(bytes)) => splice.push(writer, bytes).await?,
+            Some(Place::Inline(bytes)) => inside.push(writer, bytes).await?,
             Some(Place::Object(reference)) => {
                 let mut object = Object::open(&self.app, &self.caller, reference.clone()).await?;
                 while let Some(chunk) = object.next().await? {
-                    splice.push(writer, &chunk).await?;
+                    inside.push(writer, &chunk).await?;
                 }
             }
         }
-        splice.end()?;
+        inside.end()?;
         writer.text(b"}").await
     }
-}
 
-/// Puts the inside of one JSON object into another that is open: its braces are taken off, and nothing but them is looked at.
-#[derive(Default)]
-struct Splice {
-    begun: bool,
-    inside: bool,
-    last: Option<u8>,
-}
-
-impl Splice {
-    async fn push(&mut self, writer: &mut Writer, mut bytes: &[u8]) -> Result<(), Broken> {
-        if !self.begun && !bytes.is_empty() {
-            bytes = bytes.strip_prefix(b"{").ok_or(Broken::Evidence)?;
-            self.begun = true;
+    /// The record of one judge, as it is stored, or as much of one as its verdict tells.
+    async fn judged(&self, writer: &mut Writer, run: &Run, judged: &Judged) -> Result<(), Broken> {
+        match judged.validation.as_ref().and_then(|validation| validation.place.as_ref()) {
+            None => {
+                let record = render::judged(judged, &self.batch, run, &self.request)?;
+                writer.text(&serde_json::to_vec(&record)?).await
+            }
+            Some(Place::Inline(bytes)) => {
+                check_ends((bytes.first(), bytes.last()))?;
+                writer.text(bytes).await
+            }
+            Some(Place::Object(reference)) => {
+                let mut object = Object::open(&self.app, &self.caller, reference.clone()).await?;
+                let (mut first, mut last) = (None, None);
+                while let Some(chunk) = object.next().await? {
+                    first = first.or(chunk.first().copied());
+                    last = chunk.last().copied().or(last);
+                    writer.text(&chunk).await?;
+                }
+                check_ends((first.as_ref(), last.as_ref()))
+            }
         }
-        // The last byte is held back: it may be the closing brace.
-        let Some((last, rest)) = bytes.split_last() else { return Ok(()) };
-        if let Some(held) = self.last.replace(*last) {
-            self.inner(writer, &[held]).await?;
-        }
-        self.inner(writer, rest).await
     }
+}
 
-    async fn inner(&mut self, writer: &mut Writer, bytes: &[u8]) -> Result<(), Broken> {
-        if bytes.is_empty() {
-            return Ok(());
+/// Of a JSON object.
+fn check_ends(ends: (Option<&u8>, Option<&u8>)) -> Result<(), Broken> {
+    (ends == (Some(&b'{'), Some(&b'}'))).then_some(()).ok_or(Broken::Evidence)
+}
+
+/// The evidence of a trial on its way into the answer, and what its judges said, which has a place in it.
+struct Inside<'a> {
+    work: &'a Work,
+    run: &'a Run,
+    splice: Splice,
+    /// Until that place has gone by.
+    end: Option<(ArrayEnd, &'a [Judged])>,
+}
+
+impl Inside<'_> {
+    async fn push(&mut self, writer: &mut Writer, mut bytes: &[u8]) -> Result<(), Broken> {
+        if let Some((end, judged)) = &mut self.end
+            && let Some((at, mut filled)) = end.find(bytes)
+        {
+            let (before, after) = bytes.split_at(at);
+            self.splice.push(writer, before).await?;
+            self.splice.release(writer).await?;
+            let mut judged: Vec<&Judged> = judged.iter().collect();
+            judged.sort_by_key(|judged| judged.index);
+            for judged in judged {
+                writer.comma(usize::from(filled)).await?;
+                self.work.judged(writer, self.run, judged).await?;
+                filled = true;
+            }
+            (self.end, bytes) = (None, after);
         }
-        if !self.inside {
-            self.inside = true;
-            writer.text(b",").await?;
-        }
-        writer.text(bytes).await
+        self.splice.push(writer, bytes).await
     }
 
     fn end(self) -> Result<(), Broken> {
-        (self.last == Some(b'}')).then_some(()).ok_or(Broken::Evidence)
+        match self.end {
+            None => self.splice.end(),
+            // There are judgments, and no place for them.
+            Some(_) => Err(Broken::Evidence),
+        }
     }
 }
 
@@ -281,7 +317,7 @@ impl Object {
 }
 
 /// Collects what is written into pieces, and waits for the caller to take them.
-struct Writer {
+pub(crate) struct Writer {
     pieces: mpsc::Sender<Piece>,
     buffer: Vec<u8>,
 }
@@ -302,7 +338,7 @@ impl Writer {
         }
     }
 
-    async fn text(&mut self, bytes: &[u8]) -> Result<(), Broken> {
+    pub(crate) async fn text(&mut self, bytes: &[u8]) -> Result<(), Broken> {
         self.buffer.extend_from_slice(bytes);
         if self.buffer.len() >= limits::PIECE {
             let full = std::mem::replace(&mut self.buffer, Vec::with_capacity(limits::PIECE));

@@ -18,7 +18,7 @@ mod decode;
 mod support;
 
 pub use check::{StartRefusal, check_local_start, check_start};
-pub use decode::{RunnerStart, decode_runner_start, decode_start};
+pub use decode::{RunnerStart, decode_runner_start, decode_start, judge, judges};
 pub use support::{Feature, Support};
 
 /// A request to start a batch: every case on every variant, `trials` times.

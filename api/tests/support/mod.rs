@@ -53,6 +53,7 @@ pub struct Script {
     pub cut_objects_at: Option<usize>,
     pub started: Vec<StartBatchRequest>,
     pub retried: Vec<RetryBatchRequest>,
+    pub regraded: Vec<RegradeBatchRequest>,
     pub reported: Vec<ReportTrialRequest>,
     pub leased: Vec<LeaseVariablesRequest>,
     pub tailed: Vec<TailRequest>,
@@ -184,6 +185,15 @@ impl Batches for Fake {
         script.retried.push(request.into_inner());
         Ok(Response::new(StartedBatch {
             id: "batch_2".into(),
+            runs: Vec::new(),
+        }))
+    }
+
+    async fn regrade(&self, request: tonic::Request<RegradeBatchRequest>) -> Result<Response<StartedBatch>, Status> {
+        let mut script = self.enter("regrade", &request)?;
+        script.regraded.push(request.into_inner());
+        Ok(Response::new(StartedBatch {
+            id: "batch_3".into(),
             runs: Vec::new(),
         }))
     }

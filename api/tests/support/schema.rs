@@ -33,6 +33,8 @@ const FIELDS: &[(&str, &str, &str)] = &[
     ("EvalValidation", "input", "ValidationValue"),
     ("EvalValidation", "output", "ValidationValue"),
     ("EvalValidation", "error", "ValidationValue"),
+    ("EvalValidation", "judgment", "EvalValidation.judgment"),
+    ("EvalValidation.judgment", "usage", "EvalValidation.judgment.usage"),
     ("EvalBatchTail", "events[]", "EvalTailEvent"),
     ("EvalBatchTail", "next[]", "EvalTailMark"),
     ("EvalTailEvent", "entry", "EvalJournalEntry"),
@@ -44,6 +46,8 @@ const FIELDS: &[(&str, &str, &str)] = &[
 /// Fields of ours beside the contract's.
 const EXTRA: &[(&str, &str)] = &[
     ("EvalBatch", "retryOf"),
+    ("EvalBatch", "regradeOf"),
+    ("EvalTrial", "before"),
     ("EvalTrial", "carried"),
     ("EvalDistribution", "cancelled"),
     ("EvalBatchSummary", "cancelled"),

@@ -428,7 +428,8 @@ fn source_files(d: &mut Decoder, value: &Value) -> Option<Vec<SourceFile>> {
     Some(files)
 }
 
-fn judges(d: &mut Decoder, value: &Value) -> Option<Vec<Judge>> {
+/// The judges of a case, as a start request has them.
+pub fn judges(d: &mut Decoder, value: &Value) -> Option<Vec<Judge>> {
     let mut seen = HashSet::new();
     d.array(value, 1..=MAX_CHECKS, |d, value| {
         let judge = judge(d, value)?;
@@ -439,7 +440,8 @@ fn judges(d: &mut Decoder, value: &Value) -> Option<Vec<Judge>> {
     })
 }
 
-fn judge(d: &mut Decoder, value: &Value) -> Option<Judge> {
+/// One judge, as a start request has it.
+pub fn judge(d: &mut Decoder, value: &Value) -> Option<Judge> {
     let map = d.object(value)?;
     let choices = d.required(map, "choices", choices);
     let expected = d.optional(map, "expected", text(Text::max(MAX_JUDGE_PROMPT)));
