@@ -15,7 +15,7 @@ mod record;
 
 pub use answer::{Answer, AnswerError, read_answer};
 pub use material::{Entry, File, Material, MaterialError, material};
-pub use question::{Question, prompt, question};
+pub use question::{Question, prompt, question, question_in_order};
 pub use record::{Asked, Concluded, NO_JUDGMENT, Place, Verdict, conclude, skipped, trial_failure};
 
 pub use crate::answerer::Failure;

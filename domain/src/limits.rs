@@ -212,7 +212,7 @@ pub const MAX_JUDGE_FILES_TOTAL: usize = 96_000;
 /// Characters of a judge's reason (contract 2.7).
 pub const MAX_JUDGE_REASON: usize = 2_000;
 /// Characters of the agent's last message that a judge reads. Messages are not cut elsewhere, and a line of output may have 16 MiB. With this, all
-/// that a judge reads stays below the 128,000 tokens that the smaller models take.
+/// that a judge reads is about 320,000 characters at most: some 80,000 tokens of plain text, where smaller models take 128,000.
 pub const MAX_JUDGE_OUTPUT: usize = 96_000;
 /// Bytes of a judge's answer that are read: a reason of 2,000 characters, each of which may be written as an escape of up to 12 bytes, with room
 /// for the label.

@@ -131,6 +131,20 @@ fn effective_sources() {
     assert_eq!(effective_source(&decode_start(&minimal()).unwrap(), 0), &Source::Empty);
 }
 
+#[test]
+fn what_judges_read_is_named_once() {
+    let mut body = full();
+    body["cases"][0]["validator"]["judges"][0]["files"] = json!(["b", "a", "b"]);
+    body["cases"][0]["validator"]["judges"][1]["files"] = json!(["c", "a"]);
+    let decoded = decode_start(&body).unwrap();
+    let Some(Validator::Judged(judged)) = &decoded.cases[0].validator else {
+        panic!("the case has judges")
+    };
+    assert_eq!(judged.judge_files(), ["b", "a", "c"]);
+    assert!(judged.judges.iter().map(|judge| judge.by.evaluator()).eq(["openai", "codex"]));
+    assert!(!judged.captures());
+}
+
 fn check_issue(request: &Value, tag: IssueTag, path: &str) {
     let issues = decode_start(request).map(|_| ()).unwrap_err();
     let found = issues.iter().any(|issue| issue.tag == tag && format_path(&issue.path) == path);

@@ -27,6 +27,24 @@ pub struct Material {
     pub files: Vec<File>,
 }
 
+impl Material {
+    /// An answer to a prompt, without a trial: as of an agent that said nothing else. The texts are taken as they are.
+    pub fn of_answer(input: &str, output: &str, expected: Option<&str>) -> Self {
+        Self {
+            input: input.to_owned(),
+            output: cut_middle(output, MAX_JUDGE_OUTPUT).into_owned(),
+            expected: expected.map(str::to_owned),
+            conversation: vec![
+                Entry::User { user: shown(input, false) },
+                Entry::Agent {
+                    agent: shown(output, false),
+                },
+            ],
+            files: Vec::new(),
+        }
+    }
+}
+
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged, rename_all_fields = "camelCase")]
@@ -213,7 +231,7 @@ fn entry(entry: &JournalEntry) -> Entry {
 }
 
 /// Ends a text that was cut.
-pub(super) const CUT: &str = "… [the rest was cut]";
+const CUT: &str = "… [the rest was cut]";
 
 /// A text as it is shown: cut to its limit, and marked where it was cut here or before.
 fn shown(text: &str, cut_before: bool) -> String {

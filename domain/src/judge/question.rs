@@ -21,11 +21,17 @@ pub struct Question {
 
 /// The question of a judge. `nonce` is secret from everything that runs in the trial's sandbox; the same nonce gives the same question.
 pub fn question(judge: &Judge, material: &Material, nonce: &[u8]) -> Question {
+    let labels: Vec<&str> = judge.choices.keys().map(String::as_str).collect();
+    question_in_order(judge, material, nonce, &labels)
+}
+
+/// As [`question`], with the judge's labels in an order that is given: who measures a judge wants to know whether it matters.
+pub fn question_in_order(judge: &Judge, material: &Material, nonce: &[u8], labels: &[&str]) -> Question {
     let evidence = one_line(material);
     let (begin, end) = fence(&evidence, nonce);
-    let schema = schema(judge);
+    let schema = schema(labels);
     // Their scores are not told: a judge should pick what is true, not what passes.
-    let labels: Vec<String> = judge.choices.keys().map(|label| format!("- {}", one_line(label))).collect();
+    let labels: Vec<String> = labels.iter().map(|label| format!("- {}", one_line(label))).collect();
     let instructions = format!(
         "You judge the work of a coding agent. Judge its output by these criteria, and by nothing else:
 
@@ -65,11 +71,11 @@ pub fn prompt(question: &Question) -> String {
     format!("{}\n\n{}", question.instructions, question.input)
 }
 
-fn schema(judge: &Judge) -> Value {
+fn schema(labels: &[&str]) -> Value {
     json!({
         "type": "object",
         "properties": {
-            "choice": {"type": "string", "enum": judge.choices.keys().collect::<Vec<_>>()},
+            "choice": {"type": "string", "enum": labels},
             "reason": {"type": "string", "minLength": 1, "maxLength": MAX_JUDGE_REASON},
         },
         "required": ["choice", "reason"],
