@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
-use evalgrid_executor::ProcessPolicy;
 use evalgrid_proto::v1::{Batch, BatchStatus, CancelBatchRequest, ListBatchesRequest, ListSandboxesRequest, Run, TrialStatus};
+use evalgrid_worker::ProcessPolicy;
 use tokio::{
     sync::watch,
     time::{sleep, timeout},

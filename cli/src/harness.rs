@@ -3,8 +3,8 @@
 use std::{path::Path, time::Duration};
 
 use evalgrid_domain::{outcome::humanise_duration, request::Harness};
-use evalgrid_executor::{ToolOptions, ToolState, Tools};
 use evalgrid_harness::{Install, Source};
+use evalgrid_worker::{ToolOptions, ToolState, Tools};
 
 use crate::{Failure, options, output, roles};
 

@@ -8,9 +8,9 @@ mod organizations;
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum, builder::BoolishValueParser};
-use evalgrid_executor::DockerPolicy;
 use evalgrid_sandbox::Network;
 use evalgrid_scheduler::{MAX_CREATE_BURST, ProviderLimits};
+use evalgrid_worker::DockerPolicy;
 
 pub(crate) use api::{ApiRole, SchedulerAddress};
 pub(crate) use harness::{Harness, HostFlags, ToolFlags};

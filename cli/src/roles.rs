@@ -10,7 +10,7 @@ use std::{
 
 use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_domain::{credential, request::Harness};
-use evalgrid_executor::{DockerUse, ExecutorError, ExecutorOptions, ProcessPolicy};
+use evalgrid_executor::ExecutorOptions;
 use evalgrid_harness::Source;
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, DockerImage, Limits};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
@@ -18,6 +18,7 @@ use evalgrid_store::{
     IndexError, LogError,
     redis::{RedisOptions, RedisUrlError},
 };
+use evalgrid_worker::{DockerUse, ProcessPolicy, WorkerError, WorkerOptions};
 use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
 
 use crate::{Failure, client, harness, options, output, stop};
@@ -133,7 +134,8 @@ pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failu
         )?,
     };
     let policy = process_policy(&options.executor);
-    let executor = executor_options(options.work, options.scheduler.schedulers, token, &options.executor, policy)?;
+    let worker = worker_options(options.work, options.scheduler.schedulers, token, &options.executor, policy)?;
+    let executor = executor_options(worker, &options.executor);
     evalgrid_executor::run(executor, stopped)
         .await
         .map_err(|error| executor_ended(&error))
@@ -221,7 +223,8 @@ impl All {
         let opened = open(data, scheduler, &providers, |choices| choices.harnesses = own).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
-        let executor = executor_options(data.join(WORK), vec![grpc_url.clone()], token, executor, policy)?;
+        let worker = worker_options(data.join(WORK), vec![grpc_url.clone()], token, executor, policy)?;
+        let executor = executor_options(worker, executor);
         let (stop_front, front_stopped) = watch::channel(false);
         let (stop_scheduler, scheduler_stopped) = watch::channel(false);
         let first_key = opened.first_key().map(str::to_owned);
@@ -428,17 +431,23 @@ fn process_policy(flags: &options::ExecutorFlags) -> ProcessPolicy {
     }
 }
 
-fn executor_options(
+fn executor_options(worker: WorkerOptions, flags: &options::ExecutorFlags) -> ExecutorOptions {
+    ExecutorOptions {
+        worker,
+        keep_failed: Duration::from_secs(60 * flags.keep_failed),
+    }
+}
+
+fn worker_options(
     work: PathBuf,
     schedulers: Vec<String>,
     worker_token: String,
     flags: &options::ExecutorFlags,
     process_sandbox: ProcessPolicy,
-) -> Result<ExecutorOptions, Failure> {
+) -> Result<WorkerOptions, Failure> {
     let supervisor_executable = std::env::current_exe()
         .map_err(|error| Failure::new(format!("this program cannot find its own file: {error}"), "Is /proc mounted?"))?;
-    Ok(ExecutorOptions {
-        keep_failed: Duration::from_secs(60 * flags.keep_failed),
+    Ok(WorkerOptions {
         work: absolute(&work),
         schedulers,
         worker_token,
@@ -484,9 +493,9 @@ pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(
 async fn docker_works(flags: &options::ExecutorFlags) -> Result<bool, Failure> {
     let failed = |error: io::Error| Failure::new(format!("no temporary folder can be made: {error}"), "Is the disk full?");
     let folder = tempfile::tempdir().map_err(failed)?;
-    let options = executor_options(folder.path().to_owned(), Vec::new(), String::new(), flags, ProcessPolicy::Off)?;
-    // The executor says why not.
-    Ok(matches!(evalgrid_executor::open_docker(&options, "probe").await, Some(Ok(_))))
+    let options = worker_options(folder.path().to_owned(), Vec::new(), String::new(), flags, ProcessPolicy::Off)?;
+    // The worker says why not.
+    Ok(matches!(evalgrid_worker::open_docker(&options, "probe").await, Some(Ok(_))))
 }
 
 /// Names of the sandboxes that the executor of [`All`] has on this machine.
@@ -537,9 +546,9 @@ pub(crate) fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-fn executor_ended(error: &ExecutorError) -> Failure {
+fn executor_ended(error: &WorkerError) -> Failure {
     match error {
-        ExecutorError::NoSandbox(_) => Failure::new(error.to_string(), NO_SANDBOX),
+        WorkerError::NoSandbox(_) => Failure::new(error.to_string(), NO_SANDBOX),
         error => ended("executor", error),
     }
 }

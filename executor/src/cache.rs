@@ -380,7 +380,7 @@ async fn copy(attempt: &Attempt<'_>, copy: Copy, what: &str, missing: Option<Str
         return Ok(said(format!("The cache was not {what}: the workspace is not on this host")));
     };
     let workspace = folder.join("workspace");
-    let (caches, path) = (attempt.worker.caches.clone(), cache.path.clone());
+    let (caches, path) = (attempt.executor.caches.clone(), cache.path.clone());
     let name = name(&attempt.lease.organization_id, &attempt.lease.provider, &cache.key, &cache.path);
     // A trial that is given up takes its copy with it.
     let cancel = Cancel(Arc::new(AtomicBool::new(false)));

@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
@@ -18,19 +17,15 @@ use evalgrid_proto::v1::{
     workers_server::{Workers, WorkersServer},
 };
 use evalgrid_sandbox::{Base, Limits, Sandbox, SandboxError, SandboxName, SandboxProvider, SandboxSpec, StepCommand, StepExit, StepOutput};
+use evalgrid_worker::{Client, Folder, Jobs, Objects, Providers, ToolOptions, Tools, Worker};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, Streaming, transport::Server};
 
 use crate::{
-    folder::Folder,
-    layers::Bases,
-    link::Client,
-    objects::Objects,
-    tools::{ToolOptions, Tools},
+    Executor,
     trial::{self, Ended},
-    worker::Worker,
 };
 
 /// Nothing here takes longer, even on a busy machine.
@@ -142,7 +137,7 @@ impl Workers for OneObject {
 }
 
 struct Rig {
-    worker: Arc<Worker>,
+    jobs: Arc<Jobs<Executor>>,
     lease: Lease,
     destroyed: Arc<Mutex<Vec<String>>>,
     outputs: Arc<tempfile::TempDir>,
@@ -178,20 +173,20 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         script: Arc::new(move |command| script(command, &steps)),
         destroyed: Arc::clone(&destroyed),
     };
-    let mut providers: BTreeMap<&'static str, Arc<dyn SandboxProvider>> = BTreeMap::new();
+    let mut providers = Providers::new();
     providers.insert("process", Arc::new(provider));
     let folder = Folder::open(&outputs.path().join("worker")).unwrap();
     let limits = Limits {
         memory_bytes: 1 << 30,
         pids: 64,
     };
-    let bases = Bases::open(outputs.path(), &folder.boot_id, &providers).unwrap();
     let tools = ToolOptions {
         folder: outputs.path().join("tools"),
         ..ToolOptions::default()
     };
     let tools = Tools::new(tools).unwrap();
-    let worker = Arc::new(Worker::new(folder, 1, Objects::new(client), providers, bases, limits, tools));
+    let worker = Worker::new(folder, 1, client.clone(), Objects::new(client), providers, limits, tools);
+    let executor = Executor::open(&worker, Duration::ZERO).unwrap();
     let lease = Lease {
         token: 5,
         organization_id: "org_test".into(),
@@ -203,7 +198,7 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
         ..Lease::default()
     };
     Rig {
-        worker,
+        jobs: Arc::new(Jobs::new(worker, executor)),
         lease,
         destroyed,
         outputs,
@@ -213,8 +208,11 @@ async fn rig(script: impl Fn(&StepCommand, &Outputs) -> Result<StepExit, Sandbox
 impl Rig {
     /// From now on the worker has its lease.
     fn welcome(&self) {
-        self.worker
-            .heard(tokio::time::Instant::now(), std::time::Duration::from_secs(3_600));
+        self.worker().heard(tokio::time::Instant::now(), Duration::from_secs(3_600));
+    }
+
+    fn worker(&self) -> &Worker {
+        self.jobs.worker()
     }
 
     /// Runs the trial to its end while everything recorded becomes durable.
@@ -231,20 +229,20 @@ impl Rig {
     async fn end(&self) -> (Ended, Vec<StepRecord>) {
         let steps = Mutex::new(Vec::new());
         let acknowledge = || {
-            while let Some(report) = self.worker.outbox.next_report() {
-                self.worker.outbox.acknowledge(report.number);
+            while let Some(report) = self.worker().outbox.next_report() {
+                self.worker().outbox.acknowledge(report.number);
                 steps.lock().unwrap().extend(report.steps);
             }
         };
         let scheduler = async {
             loop {
-                self.worker.outbox.ready().await;
+                self.worker().outbox.ready().await;
                 acknowledge();
             }
         };
         let ended = tokio::time::timeout(PATIENCE, async {
             tokio::select! {
-                ended = trial::run(&self.worker, &self.lease) => ended,
+                ended = trial::run(self.jobs.role(), self.worker(), &self.lease) => ended,
                 () = scheduler => unreachable!("it listens for ever"),
             }
         });
@@ -349,14 +347,14 @@ async fn misbehave(step: &'static str, error: impl Fn() -> SandboxError + Send +
     })
     .await;
     rig.welcome();
-    rig.worker.begin(rig.lease.clone());
+    rig.jobs.begin(rig.lease.clone());
     let mut failures = Vec::new();
     loop {
-        tokio::time::timeout(PATIENCE, rig.worker.outbox.ready()).await.unwrap();
-        while let Some(report) = rig.worker.outbox.next_report() {
+        tokio::time::timeout(PATIENCE, rig.worker().outbox.ready()).await.unwrap();
+        while let Some(report) = rig.worker().outbox.next_report() {
             failures.extend(report.failures.iter().map(|failure| failure.kind()));
             assert!(report.results.is_empty());
-            rig.worker.outbox.acknowledge(report.number);
+            rig.worker().outbox.acknowledge(report.number);
             if report.credits == 1 {
                 let destroyed = rig.destroyed.lock().unwrap().clone();
                 drop(rig.outputs);
@@ -414,24 +412,6 @@ async fn nothing_is_asked_of_a_sandbox_that_has_recorded_everything() {
     assert_eq!(steps, [], "nothing new to record");
 }
 
-/// catalogue 33: what was said at a moment renews the lease from that moment on, and the worker's time ends before the scheduler's.
-/// catalogue 25: so two never act under one right.
-#[tokio::test]
-async fn a_lease_ends_here_before_it_ends_there() {
-    let rig = rig(|command, outputs| Ok(outputs.exit(command, 0, ""))).await;
-    let worker = &rig.worker;
-    let lease = std::time::Duration::from_secs(10);
-    let heard_ago = |ms| worker.heard(tokio::time::Instant::now() - std::time::Duration::from_millis(ms), lease);
-    assert!(!worker.leases_hold(), "nothing was heard yet");
-    heard_ago(9_500);
-    assert!(!worker.leases_hold(), "0.95 of the time is over");
-    worker.silence().await;
-    heard_ago(5_000);
-    assert!(worker.leases_hold());
-    heard_ago(9_500);
-    assert!(worker.leases_hold(), "an older answer takes nothing back");
-}
-
 /// catalogue 31: a process that was stopped in the middle of a step, and goes on past its lease, may have no timer that has told it yet.
 /// catalogue 25: nothing begins in a lease's last moments that would go on behind it.
 #[tokio::test]
@@ -445,7 +425,7 @@ async fn nothing_is_begun_after_the_lease_has_ended() {
     })
     .await;
     assert!(matches!(rig.end().await.0, Ended::Fenced), "nor before there is one");
-    rig.worker.heard(tokio::time::Instant::now(), LEASE);
+    rig.worker().heard(tokio::time::Instant::now(), LEASE);
     let (ended, steps) = rig.end().await;
     assert!(matches!(ended, Ended::Fenced));
     let steps: Vec<_> = steps.into_iter().map(|step| step.step).collect();

@@ -19,6 +19,7 @@ use evalgrid_domain::{
 };
 use evalgrid_proto::v1::{AttemptFailureKind, Lease, ObjectRef, RecordedStep, StepOutcome, StepRecord, TrialOutcome};
 use evalgrid_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, StepCommand, StepExit};
+use evalgrid_worker::{Fact, ObjectError, Worker};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::{sync::oneshot, time::timeout};
 
@@ -27,13 +28,11 @@ use crate::{
     artifacts, cache, check,
     layers::Layers,
     mocks,
-    objects::ObjectError,
-    outbox::Fact,
     prepare::{self, Prepared},
+    role::Executor,
     setup,
     timing::{self, Timed},
     turns,
-    worker::Worker,
 };
 
 /// What a sandbox lives longer than all its steps may take: waiting for a worker that crashed, for evidence that must be stored, for a retry.
@@ -155,6 +154,7 @@ struct Place {
 
 /// One attempt, once its sandbox is there.
 pub(crate) struct Attempt<'a> {
+    pub(crate) executor: &'a Executor,
     pub(crate) worker: &'a Worker,
     pub(crate) lease: &'a Lease,
     pub(crate) request: &'a SuiteBatchRequest,
@@ -176,9 +176,9 @@ pub(crate) fn secrets(lease: &Lease) -> impl Iterator<Item = &str> {
 }
 
 /// Runs the trial of a lease, or what is left of it.
-pub(crate) async fn run(worker: &Worker, lease: &Lease) -> Ended {
+pub(crate) async fn run(executor: &Executor, worker: &Worker, lease: &Lease) -> Ended {
     let redactor = Arc::new(Redactor::new(secrets(lease)));
-    match attempt(worker, lease, redactor.clone()).await {
+    match attempt(executor, worker, lease, redactor.clone()).await {
         Ok(outcome) => Ended::Outcome(Box::new(outcome)),
         Err(Stop::Failed(kind, reason)) => Ended::Failed(kind, outcome::failure_text(&redactor.text(&reason))),
         Err(Stop::Throttled { retry_after_ms }) => Ended::Throttled { retry_after_ms },
@@ -186,7 +186,7 @@ pub(crate) async fn run(worker: &Worker, lease: &Lease) -> Ended {
     }
 }
 
-async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Result<TrialOutcome, Stop> {
+async fn attempt(executor: &Executor, worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Result<TrialOutcome, Stop> {
     let object = lease
         .request
         .as_ref()
@@ -201,9 +201,10 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
     let provider = worker.providers.get(lease.provider.as_str());
     let provider = provider.ok_or_else(|| Stop::unavailable(format!("this worker has no {} sandboxes", lease.provider)))?;
     let asked_at_ms = now_ms();
-    let (sandbox, mut layers) = sandbox(worker, lease, &request, case, provider.as_ref()).await?;
+    let (sandbox, mut layers) = sandbox((executor, worker), lease, &request, case, provider.as_ref()).await?;
     let recorded = lease.steps.iter().map(|step| (step.step.as_str(), step)).collect();
     let mut attempt = Attempt {
+        executor,
         worker,
         lease,
         request: &request,
@@ -242,7 +243,7 @@ async fn attempt(worker: &Worker, lease: &Lease, redactor: Arc<Redactor>) -> Res
 
 /// Makes the sandbox, or takes over the one that an earlier attempt has left.
 async fn sandbox(
-    worker: &Worker,
+    (executor, worker): (&Executor, &Worker),
     lease: &Lease,
     request: &SuiteBatchRequest,
     case: &Case,
@@ -251,10 +252,10 @@ async fn sandbox(
     may_act(worker)?;
     if lease.adopt {
         let sandbox = called("attach", provider.attach(&lease.sandbox, lease.token)).await?;
-        let layers = Layers::of_sandbox(&worker.bases, lease, request, provider, sandbox.base()).map_err(Stop::lost)?;
+        let layers = Layers::of_sandbox(&executor.bases, lease, request, provider, sandbox.base()).map_err(Stop::lost)?;
         return Ok((sandbox, layers));
     }
-    let layers = Layers::find(&worker.bases, lease, request, provider).await;
+    let layers = Layers::find(&executor.bases, lease, request, provider).await;
     may_act(worker)?;
     let working = Duration::from_millis(case.time_limit_ms().into());
     let spec = SandboxSpec {

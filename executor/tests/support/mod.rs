@@ -16,7 +16,7 @@ use std::{
 
 use bytes::Bytes;
 use evalgrid_domain::{evidence::TrialEvidence, request::decode_start};
-use evalgrid_executor::{DockerPolicy, DockerUse, ExecutorError, ExecutorOptions, ProcessPolicy, ToolOptions};
+use evalgrid_executor::ExecutorOptions;
 use evalgrid_proto::v1::{
     Ack, Destroy, FromWorker, HeartbeatReply, Hello, Lease, ObjectChunk, ObjectRef, PutObjectChunk, RecordedStep, Report, Revoke,
     StepRecord, ToWorker, TrialOutcome, Welcome, WorkerObjectRequest,
@@ -25,6 +25,7 @@ use evalgrid_proto::v1::{
     workers_server::{Workers, WorkersServer},
 };
 use evalgrid_sandbox::{DockerImage, Limits, Network, ProcessProvider, SandboxProvider as _};
+use evalgrid_worker::{DockerPolicy, DockerUse, ProcessPolicy, ToolOptions, WorkerError, WorkerOptions};
 use futures::Stream;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
@@ -174,8 +175,7 @@ impl Grid {
     /// An executor on the grid's folder, of a cell of several schedulers.
     pub fn executor_of(&self, cell: &[&Grid]) -> Executor {
         let (stop, shutdown) = watch::channel(false);
-        let options = ExecutorOptions {
-            keep_failed: Duration::ZERO,
+        let worker = WorkerOptions {
             work: self.folder.path().join("worker"),
             schedulers: cell.iter().map(|grid| format!("http://{}", grid.address)).collect(),
             worker_token: TOKEN.into(),
@@ -196,6 +196,10 @@ impl Grid {
                 folder: self.folder.path().join("worker/tools"),
                 ..ToolOptions::default()
             },
+        };
+        let options = ExecutorOptions {
+            worker,
+            keep_failed: Duration::ZERO,
         };
         // A runtime of its own dies as a process does: all of it at once.
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -338,7 +342,7 @@ fn host() -> PathBuf {
 }
 
 pub struct Executor {
-    task: JoinHandle<Result<(), ExecutorError>>,
+    task: JoinHandle<Result<(), WorkerError>>,
     stop: watch::Sender<bool>,
     runtime: Option<Runtime>,
 }

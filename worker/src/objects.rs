@@ -13,7 +13,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::{sync::OnceCell, time::timeout};
 use tonic::Status;
 
-use crate::{backoff::Pauses, link::Client};
+use crate::{Client, backoff::Pauses};
 
 /// Bytes of one message of a transfer: a few of the stream's windows.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -32,25 +32,30 @@ const INLINE_DECODE_BYTES: usize = 256 << 10;
 
 /// An object cannot be stored, or not be had.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ObjectError {
+pub enum ObjectError {
+    /// For as long as it was worth trying.
     #[error("the object store did not answer: {0}")]
     Unreachable(#[source] Box<Status>),
+    /// Asking again would give the same answer.
     #[error("the object store refused: {0}")]
     Refused(#[source] Box<Status>),
+    /// Other bytes than its hash says.
     #[error("the object {0} is not what its name says")]
     Corrupt(String),
+    /// No start request.
     #[error("the object {0} cannot be read: {1}")]
     Unreadable(String, String),
 }
 
 /// See the top of this file.
-pub(crate) struct Objects {
+pub struct Objects {
     client: Client,
     requests: Mutex<Cache>,
 }
 
 impl Objects {
-    pub(crate) fn new(client: Client) -> Self {
+    /// Over a connection of its own.
+    pub fn new(client: Client) -> Self {
         Self {
             client,
             requests: Mutex::new(Cache::new(CACHE_BYTES)),
@@ -58,7 +63,7 @@ impl Objects {
     }
 
     /// Stores bytes durably.
-    pub(crate) async fn put(&self, organization: &str, bytes: Bytes) -> Result<ObjectRef, ObjectError> {
+    pub async fn put(&self, organization: &str, bytes: Bytes) -> Result<ObjectRef, ObjectError> {
         retry(|| self.put_once(organization, bytes.clone())).await
     }
 
@@ -79,7 +84,7 @@ impl Objects {
     }
 
     /// The bytes of an object.
-    pub(crate) async fn get(&self, organization: &str, object: &ObjectRef) -> Result<Bytes, ObjectError> {
+    pub async fn get(&self, organization: &str, object: &ObjectRef) -> Result<Bytes, ObjectError> {
         let bytes = retry(|| self.get_once(organization, object)).await?;
         let digest: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
         if digest == object.sha256 {
@@ -106,7 +111,7 @@ impl Objects {
     }
 
     /// A batch's start request. However many of its trials ask at once, it is fetched and decoded once.
-    pub(crate) async fn request(&self, organization: &str, object: &ObjectRef) -> Result<Arc<SuiteBatchRequest>, ObjectError> {
+    pub async fn request(&self, organization: &str, object: &ObjectRef) -> Result<Arc<SuiteBatchRequest>, ObjectError> {
         let cell = self
             .requests
             .lock()

@@ -15,7 +15,7 @@ use tonic::{
     transport::Endpoint,
 };
 
-use crate::worker::Worker;
+use crate::{Jobs, Role, Task};
 
 /// Connecting, and each answer that a healthy scheduler gives at once. Longer than it takes to give up on finding an active one.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
@@ -30,8 +30,9 @@ const MILLIS: std::ops::RangeInclusive<u64> = 10..=3_600_000;
 
 /// The scheduler's gRPC client, with the workers' token.
 #[derive(Clone)]
-pub(crate) struct Client {
+pub struct Client {
     grpc: WorkersClient<Routed>,
+    addresses: Vec<String>,
     schedulers: Schedulers,
     authorization: MetadataValue<Ascii>,
 }
@@ -48,18 +49,24 @@ pub enum AddressError {
 }
 
 impl Client {
-    /// Connects when first used, and again whenever it must: to whichever of `schedulers` is the active one then.
-    pub(crate) fn new(schedulers: &[String], token: &str) -> Result<Self, AddressError> {
+    /// Connects when first used, and again whenever it must: to whichever of `addresses` is the active one then.
+    pub fn new(addresses: &[String], token: &str) -> Result<Self, AddressError> {
         let tune = |endpoint: Endpoint| endpoint.connect_timeout(CONNECT_DEADLINE).tcp_nodelay(true);
-        let schedulers = Schedulers::new(schedulers, tune)?;
+        let schedulers = Schedulers::new(addresses, tune)?;
         let mut authorization: MetadataValue<Ascii> = format!("Bearer {token}").parse().map_err(|_| AddressError::Token)?;
         authorization.set_sensitive(true);
         let grpc = WorkersClient::new(Routed::new(schedulers.clone())).max_decoding_message_size(MAX_MESSAGE_BYTES);
         Ok(Self {
             grpc,
+            addresses: addresses.to_vec(),
             schedulers,
             authorization,
         })
+    }
+
+    /// The schedulers', as they were given.
+    pub(crate) fn addresses(&self) -> &[String] {
+        &self.addresses
     }
 
     pub(crate) fn grpc(&self) -> WorkersClient<Routed> {
@@ -113,11 +120,13 @@ impl From<tokio::time::error::Elapsed> for SessionEnd {
 }
 
 /// Says hello, then speaks and listens until something breaks. `welcomed` runs once the scheduler has answered.
-pub(crate) async fn session(worker: &Arc<Worker>, client: &Client, welcomed: impl FnOnce()) -> Result<Infallible, SessionEnd> {
+pub(crate) async fn session<R: Role>(jobs: &Arc<Jobs<R>>, welcomed: impl FnOnce()) -> Result<Infallible, SessionEnd> {
+    let worker = jobs.worker();
+    let client = &worker.client;
     let sandboxes = worker.sandboxes().await.map_err(SessionEnd::Unlisted)?;
     let (to_scheduler, outgoing) = mpsc::channel(STREAM_QUEUE);
     let said_hello = Instant::now();
-    let (hello, unacknowledged) = worker.hello(sandboxes);
+    let (hello, unacknowledged) = jobs.hello(sandboxes);
     // The queue is empty and the receiver alive: this cannot wait, or fail.
     let _ = to_scheduler.try_send(FromWorker {
         message: Some(from_worker::Message::Hello(hello)),
@@ -136,7 +145,7 @@ pub(crate) async fn session(worker: &Arc<Worker>, client: &Client, welcomed: imp
     worker.heard(said_hello, lease);
     welcomed();
     let link = Link {
-        worker,
+        jobs,
         to_scheduler,
         lease,
         beats: VecDeque::new(),
@@ -150,8 +159,8 @@ fn millis(value: u64) -> Duration {
     Duration::from_millis(value.clamp(*MILLIS.start(), *MILLIS.end()))
 }
 
-struct Link<'a> {
-    worker: &'a Arc<Worker>,
+struct Link<'a, R> {
+    jobs: &'a Arc<Jobs<R>>,
     to_scheduler: mpsc::Sender<FromWorker>,
     lease: Duration,
     /// Heartbeats on their way: their number and when they were sent. As many as fit into a lease, which ends the session.
@@ -161,7 +170,7 @@ struct Link<'a> {
     resend: VecDeque<Report>,
 }
 
-impl Link<'_> {
+impl<R: Role> Link<'_, R> {
     async fn run(mut self, heartbeat: Duration, incoming: &mut Streaming<ToWorker>) -> Result<Infallible, SessionEnd> {
         let mut heartbeat = interval(heartbeat);
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -172,7 +181,7 @@ impl Link<'_> {
                 next = self
                     .resend
                     .pop_front()
-                    .or_else(|| self.worker.outbox.next_report())
+                    .or_else(|| self.jobs.worker().outbox.next_report())
                     .map(from_worker::Message::Report);
             }
             tokio::select! {
@@ -188,7 +197,7 @@ impl Link<'_> {
                 permit = to_scheduler.reserve(), if next.is_some() => {
                     permit.map_err(|_| SessionEnd::Closed)?.send(FromWorker { message: next.take() });
                 }
-                () = self.worker.outbox.ready(), if next.is_none() => {}
+                () = self.jobs.worker().outbox.ready(), if next.is_none() => {}
             }
         }
     }
@@ -199,21 +208,32 @@ impl Link<'_> {
                 while let Some((number, sent)) = self.beats.pop_front() {
                     if number == reply.number {
                         // The lease was renewed when the scheduler heard us, which was not before we spoke.
-                        self.worker.heard(sent, self.lease);
+                        self.jobs.worker().heard(sent, self.lease);
                         break;
                     }
                 }
             }
-            Some(Message::Lease(lease)) => self.worker.begin(lease),
+            Some(Message::Lease(lease)) => self.leased(lease.token, Message::Lease(lease)),
+            Some(Message::Job(job)) => self.leased(job.token, Message::Job(job)),
             Some(Message::Ack(ack)) => {
                 // First those that must not take the acknowledgement for theirs.
-                ack.stale.iter().for_each(|token| self.worker.abandon(*token));
-                self.worker.outbox.acknowledge(ack.number);
+                ack.stale.iter().for_each(|token| self.jobs.abandon(*token));
+                self.jobs.worker().outbox.acknowledge(ack.number);
             }
-            Some(Message::Revoke(revoke)) => self.worker.revoke(revoke.token, &revoke.reason),
-            Some(Message::Destroy(destroy)) => self.worker.destroy(destroy.sandbox),
+            Some(Message::Revoke(revoke)) => self.jobs.revoke(revoke.token, &revoke.reason),
+            Some(Message::Destroy(destroy)) => self.jobs.destroy(destroy.sandbox),
             // A second Welcome, or something that a newer scheduler says.
-            Some(Message::Welcome(_) | Message::Job(_)) | None => {}
+            Some(Message::Welcome(_)) | None => {}
+        }
+    }
+
+    fn leased(&self, token: u64, message: Message) {
+        match R::Task::of(message) {
+            Some(task) => self.jobs.begin(task),
+            None => {
+                tracing::error!(token, "the scheduler leases something that is not for {}s", R::NAME);
+                self.jobs.refuse(token, "this worker does not do that");
+            }
         }
     }
 }

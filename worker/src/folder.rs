@@ -13,29 +13,30 @@ use rustix::fs::{FlockOperation, flock};
 /// The worker's folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FolderError {
-    /// Another executor runs on it.
-    #[error("the folder {0} is in use by another executor")]
+    /// Another worker runs on it.
+    #[error("the folder {0} is in use by another worker")]
     InUse(PathBuf),
     /// It cannot be read or written.
     #[error("the folder {0}: {1}")]
     Io(PathBuf, #[source] io::Error),
 }
 
-/// The folder, locked for as long as this lives. A second executor that gets the lock proves that the first is dead.
-pub(crate) struct Folder {
+/// The folder, locked for as long as this lives. A second process that gets the lock proves that the first is dead.
+pub struct Folder {
     /// Where it is.
-    pub(crate) path: PathBuf,
+    pub path: PathBuf,
     /// Random, made once.
-    pub(crate) worker_id: String,
+    pub worker_id: String,
     /// Random, new at each start.
-    pub(crate) incarnation: String,
+    pub incarnation: String,
     /// Of the running kernel.
-    pub(crate) boot_id: String,
+    pub boot_id: String,
     _lock: File,
 }
 
 impl Folder {
-    pub(crate) fn open(path: &Path) -> Result<Self, FolderError> {
+    /// Locks it, and makes it where it is missing.
+    pub fn open(path: &Path) -> Result<Self, FolderError> {
         let failed = |error| FolderError::Io(path.to_owned(), error);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
         let lock = OpenOptions::new()

@@ -1,16 +1,16 @@
-//! Whether this executor offers Docker sandboxes.
+//! Whether this worker offers Docker sandboxes.
 
 use std::path::{Path, PathBuf};
 
 use evalgrid_sandbox::{DockerImage, DockerOptions, DockerProvider};
 use tokio::time::timeout;
 
-use crate::{ExecutorError, ExecutorOptions, PROBE_DEADLINE};
+use crate::{WorkerError, WorkerOptions, providers::PROBE_DEADLINE};
 
 /// Where daemons listen.
 const USUAL_SOCKET: &str = "/var/run/docker.sock";
-/// Below the executor's folder.
-pub(crate) const FOLDER: &str = "docker";
+/// Below the worker's folder.
+const FOLDER: &str = "docker";
 
 /// Whether Docker sandboxes are offered.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub enum DockerPolicy {
     Off,
     /// Where a daemon answers at `DOCKER_HOST` or the usual place, and has the image.
     Auto,
-    /// By the daemon at this socket, or not at all: then the executor does not start.
+    /// By the daemon at this socket, or not at all: then the worker does not start.
     At(PathBuf),
 }
 
@@ -53,7 +53,7 @@ impl DockerPolicy {
 }
 
 /// Opens the provider below `work`, and tries it out. `Err` says, for people, why that is none; nobody is there to be asked: `None`.
-pub async fn open_docker(options: &ExecutorOptions, worker: &str) -> Option<Result<DockerProvider, String>> {
+pub async fn open_docker(options: &WorkerOptions, worker: &str) -> Option<Result<DockerProvider, String>> {
     let socket = options.docker.policy.socket()?;
     let docker = DockerOptions {
         socket,
@@ -77,17 +77,17 @@ pub async fn open_docker(options: &ExecutorOptions, worker: &str) -> Option<Resu
 }
 
 /// The provider, with this folder of agents, where it is offered.
-pub(crate) async fn provider(options: &ExecutorOptions, tools: &Path, worker: &str) -> Result<Option<DockerProvider>, ExecutorError> {
+pub(crate) async fn provider(options: &WorkerOptions, tools: &Path, worker: &str) -> Result<Option<DockerProvider>, WorkerError> {
     let reason = match open_docker(options, worker).await {
         Some(Ok(provider)) => {
             let provider = provider.with_tools(tools);
-            return provider.map(Some).map_err(|error| ExecutorError::Provider("docker", error));
+            return provider.map(Some).map_err(|error| WorkerError::Provider("docker", error));
         }
         Some(Err(reason)) => reason,
         None => "there is no daemon to be asked".to_owned(),
     };
     if let DockerPolicy::At(_) = options.docker.policy {
-        return Err(ExecutorError::Docker(reason));
+        return Err(WorkerError::Docker(reason));
     }
     // Whoever could not see these would tell the scheduler that they are gone.
     let folder = options.work.join(FOLDER);
@@ -96,7 +96,7 @@ pub(crate) async fn provider(options: &ExecutorOptions, tools: &Path, worker: &s
         .map(|entry| entry.file_name())
         .any(|name| !name.to_string_lossy().starts_with('.'))
     {
-        return Err(ExecutorError::DockerLeft { folder, reason });
+        return Err(WorkerError::DockerLeft { folder, reason });
     }
     tracing::info!("Docker sandboxes are not offered: {reason}");
     Ok(None)

@@ -7,24 +7,35 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use evalgrid_proto::v1::{AttemptFailure, Report, StepRecord, Throttled, TrialResult};
+use evalgrid_proto::v1::{AttemptFailure, AwaitsReply, JobAsked, JobResult, Report, StepRecord, Throttled, TrialResult};
 use prost::Message as _;
 use tokio::sync::{Notify, oneshot};
 
 /// Facts of one report at most (worker.proto).
-pub(crate) const MAX_GROUP_FACTS: usize = 256;
+const MAX_GROUP_FACTS: usize = 256;
 /// Bytes of one report at most (worker.proto). A single fact may be bigger than what is left, never bigger than this.
-pub(crate) const MAX_GROUP_BYTES: usize = 256 << 10;
+const MAX_GROUP_BYTES: usize = 256 << 10;
 /// Reports on their way at once. The scheduler answers one per commit group; more would only wait there instead of here.
-pub(crate) const MAX_IN_FLIGHT: usize = 8;
+const MAX_IN_FLIGHT: usize = 8;
 
 /// One thing to report.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Fact {
+pub enum Fact {
+    /// A step of a trial.
     Step(StepRecord),
+    /// A trial's end.
     Result(Box<TrialResult>),
+    /// The end of a lease without a result.
     Failure(AttemptFailure),
+    /// The end of an attempt: its model's provider refuses for now.
     Throttled(Throttled),
+    /// The end of an attempt: the simulated person speaks next.
+    Awaits(AwaitsReply),
+    /// A judge or a person is about to be asked.
+    Asked(JobAsked),
+    /// The end of a job's lease.
+    Job(Box<JobResult>),
+    /// A sandbox is gone.
     Destroyed(String),
 }
 
@@ -36,6 +47,9 @@ impl Fact {
             Self::Result(result) => result.encoded_len(),
             Self::Failure(failure) => failure.encoded_len(),
             Self::Throttled(throttled) => throttled.encoded_len(),
+            Self::Awaits(awaits) => awaits.encoded_len(),
+            Self::Asked(asked) => asked.encoded_len(),
+            Self::Job(result) => result.encoded_len(),
             Self::Destroyed(sandbox) => sandbox.len(),
         }
     }
@@ -46,13 +60,16 @@ impl Fact {
             Self::Result(result) => report.results.push(*result),
             Self::Failure(failure) => report.failures.push(failure),
             Self::Throttled(throttled) => report.throttled.push(throttled),
+            Self::Awaits(awaits) => report.awaiting.push(awaits),
+            Self::Asked(asked) => report.asked.push(asked),
+            Self::Job(result) => report.jobs.push(*result),
             Self::Destroyed(sandbox) => report.destroyed.push(sandbox),
         }
     }
 }
 
 /// See the top of this file.
-pub(crate) struct Outbox {
+pub struct Outbox {
     state: Mutex<State>,
     /// Something may be sent.
     ready: Notify,
@@ -85,7 +102,8 @@ pub(crate) struct Greeting {
 }
 
 impl Outbox {
-    pub(crate) fn new(slots: u32) -> Self {
+    /// Empty, of a worker with that many slots.
+    pub fn new(slots: u32) -> Self {
         let state = State {
             queued: VecDeque::new(),
             unacknowledged: BTreeMap::new(),
@@ -102,13 +120,13 @@ impl Outbox {
     }
 
     /// Queues a fact.
-    pub(crate) fn push(&self, fact: Fact) {
+    pub fn push(&self, fact: Fact) {
         self.state().queued.push_back((fact, None));
         self.ready.notify_one();
     }
 
     /// Queues a fact; the receiver hears when it is durable, or an error if it never will be.
-    pub(crate) fn push_awaited(&self, fact: Fact) -> oneshot::Receiver<()> {
+    pub fn push_awaited(&self, fact: Fact) -> oneshot::Receiver<()> {
         let (acknowledged, receiver) = oneshot::channel();
         self.state().queued.push_back((fact, Some(acknowledged)));
         self.ready.notify_one();
@@ -128,7 +146,7 @@ impl Outbox {
     }
 
     /// The next report, if there is something to say and room to say it.
-    pub(crate) fn next_report(&self) -> Option<Report> {
+    pub fn next_report(&self) -> Option<Report> {
         let mut state = self.state();
         let state = &mut *state;
         if state.unacknowledged.len() >= MAX_IN_FLIGHT || (state.queued.is_empty() && state.credits == 0) {
@@ -164,13 +182,13 @@ impl Outbox {
     }
 
     /// A report is durable.
-    pub(crate) fn acknowledge(&self, number: u64) {
+    pub fn acknowledge(&self, number: u64) {
         let mut state = self.state();
         let group = state.unacknowledged.remove(&number);
         let empty = state.is_empty();
         drop(state);
         for waiting in group.into_iter().flat_map(|group| group.waiting) {
-            // Nobody waits any more where the trial was dropped.
+            // Nobody waits any more where the lease was lost.
             let _ = waiting.send(());
         }
         self.ready.notify_one();
@@ -194,19 +212,24 @@ impl Outbox {
         }
     }
 
-    /// No lease holds any more: what trials had to say is worth nothing now. That sandboxes are gone stays true.
-    pub(crate) fn forget_trials(&self) {
+    /// No lease holds any more: what was to be said under one is worth nothing now. That sandboxes are gone stays true.
+    pub(crate) fn forget_leases(&self) {
         let mut state = self.state();
         state.queued.retain(|(fact, _)| matches!(fact, Fact::Destroyed(_)));
         for group in state.unacknowledged.values_mut() {
             let report = &mut group.report;
-            (report.steps, report.results, report.failures) = Default::default();
+            *report = Report {
+                number: report.number,
+                destroyed: std::mem::take(&mut report.destroyed),
+                credits: report.credits,
+                ..Report::default()
+            };
             group.waiting.clear();
         }
     }
 
     /// Returns when there may be something for [`Self::next_report`].
-    pub(crate) async fn ready(&self) {
+    pub async fn ready(&self) {
         self.ready.notified().await;
     }
 
@@ -310,13 +333,13 @@ mod tests {
         outbox.emptied().await;
         let lost = outbox.push_awaited(step(3, 1));
         outbox.push(Fact::Destroyed("a".into()));
-        outbox.forget_trials();
+        outbox.forget_leases();
         lost.await.unwrap_err();
         let report = outbox.next_report().unwrap();
         assert_eq!((report.steps.len(), report.destroyed.as_slice()), (0, &["a".to_owned()][..]));
         let sent = outbox.push_awaited(step(4, 1));
         outbox.next_report().unwrap();
-        outbox.forget_trials();
+        outbox.forget_leases();
         sent.await.unwrap_err();
         assert_eq!(outbox.greet().unacknowledged[1].steps, []);
     }

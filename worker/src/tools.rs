@@ -22,7 +22,7 @@ use tokio::time::{Instant, sleep};
 use fetch::Host;
 
 /// An install that takes longer hangs. The largest agents are 400 MB.
-pub(crate) const INSTALL_DEADLINE: Duration = Duration::from_secs(900);
+const INSTALL_DEADLINE: Duration = Duration::from_secs(900);
 /// Registries fail for moments; what fails twice fails for a reason.
 const TRIES: u32 = 2;
 /// How long a failure answers for the next trials.
@@ -271,7 +271,7 @@ impl Tools {
         Ok(())
     }
 
-    /// Held by whoever installs the agent, in whatever process. It is given to the package manager too, which may outlive a killed executor and
+    /// Held by whoever installs the agent, in whatever process. It is given to the package manager too, which may outlive a killed worker and
     /// must not write where the next one installs.
     async fn lock(&self, install: &Install) -> Result<fs::File, ToolError> {
         let path = self.folder.join(format!(".lock-{}", install.folder()));
