@@ -54,6 +54,12 @@ pub enum Failure {
         /// What should hold the key.
         variable: String,
     },
+    /// There is nobody to ask, or nothing to ask about.
+    #[error("it cannot be asked: {}", or(.reason, "no reason was given"))]
+    Uncallable {
+        /// Why.
+        reason: String,
+    },
     /// The provider does not take the request.
     #[error("the provider answered with status {status}: {}", or(.message, "it gave no reason"))]
     Provider {
@@ -133,6 +139,12 @@ mod tests {
                     variable: text("OPENAI_API_KEY"),
                 },
                 "Set OPENAI_API_KEY in Settings > Environment to run openai (on this server: in the scheduler's own environment)",
+            ),
+            (
+                Failure::Uncallable {
+                    reason: text("its address is none"),
+                },
+                "it cannot be asked: its address is none",
             ),
             (
                 Failure::Provider {

@@ -16,8 +16,8 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 /// Who asks.
 const USER_AGENT: &str = concat!("evalgrid/", env!("CARGO_PKG_VERSION"));
-/// Of one failure's text that is kept, in bytes: a sentence for people, not a page of HTML.
-const MAX_MESSAGE_BYTES: usize = 500;
+/// Characters of one failure's text that are kept: a sentence for people, not a page of HTML.
+const MAX_MESSAGE: usize = 500;
 /// Of the body of a failure that is read to find that sentence.
 const MAX_FAILURE_BYTES: usize = 64 << 10;
 /// The longest wait that a provider may ask for: one that names hours is out of its mind, or the account is.
@@ -110,10 +110,28 @@ pub enum Outcome {
         /// What the provider says of it.
         message: String,
     },
+    /// There can be no such call: its address is none, its key cannot be a header.
+    Uncallable {
+        /// Why.
+        reason: String,
+    },
     /// The answer is longer than an answer can be.
     TooLong,
     /// The deadline passed.
     TimedOut,
+}
+
+impl Outcome {
+    /// What a failure's status says of whether it may have been answered.
+    pub(crate) fn of(status: u16, message: String, retry_after_ms: u64) -> Self {
+        let reason = format!("status {status}: {message}");
+        match status {
+            // 408, 425: it did not take the request. 409: a call with this idempotency key is being answered. 529: Anthropic's 503.
+            408 | 409 | 425 | 429 | 503 | 529 => Self::NotNow { retry_after_ms, reason },
+            500..=599 => Self::Unclear { reason },
+            _ => Self::Refused { status, message },
+        }
+    }
 }
 
 /// Makes calls.
@@ -141,9 +159,17 @@ impl Http {
         Ok(Self { client, options })
     }
 
+    /// Bytes of an answer at most.
+    pub fn max_answer_bytes(&self) -> usize {
+        self.options.max_answer_bytes
+    }
+
     /// Sends a call, once.
     pub async fn post(&self, call: Call<'_>) -> Outcome {
         let deadline = call.deadline;
+        if deadline <= Instant::now() {
+            return Outcome::TimedOut;
+        }
         let ended = timeout_at(deadline, self.send(call)).await;
         ended.unwrap_or(Outcome::TimedOut)
     }
@@ -185,20 +211,14 @@ impl Http {
             Err(Broken::Off(_)) => Vec::new(),
         };
         let failure = Failure::read(&body);
-        let reason = format!("{status}: {}", failure.message);
-        match status.as_u16() {
-            // An account without money is limited by the same status, and no wait helps.
-            429 if failure.is("insufficient_quota") => Outcome::Refused {
-                status: status.as_u16(),
-                message: failure.message,
-            },
-            // 408, 425: it did not take the request. 409: a call with this idempotency key is being answered. 529: Anthropic's 503.
-            408 | 409 | 425 | 429 | 503 | 529 => Outcome::NotNow { retry_after_ms, reason },
-            500..=599 => Outcome::Unclear { reason },
-            status => Outcome::Refused {
+        let status = status.as_u16();
+        match failure.is("insufficient_quota") {
+            // An account without money is told by the status of a limit, and no wait helps.
+            true => Outcome::Refused {
                 status,
                 message: failure.message,
             },
+            false => Outcome::of(status, failure.message, retry_after_ms),
         }
     }
 
@@ -238,10 +258,7 @@ fn unsent(error: &reqwest::Error) -> Outcome {
     }
     // An address that is none, or a key with a line break: nothing was sent, and nothing ever will be.
     if error.is_builder() {
-        return Outcome::Refused {
-            status: 0,
-            message: format!("it cannot be called: {reason}"),
-        };
+        return Outcome::Uncallable { reason };
     }
     Outcome::Unclear {
         reason: format!("the connection broke before it answered: {reason}"),
@@ -291,7 +308,7 @@ impl Failure {
 /// The first line of a text, as far as anybody reads it.
 pub(crate) fn short(text: &str) -> String {
     let line = text.trim().lines().next().unwrap_or_default();
-    line[..line.floor_char_boundary(MAX_MESSAGE_BYTES)].to_owned()
+    line.chars().take(MAX_MESSAGE).collect()
 }
 
 fn request_id(headers: &HeaderMap) -> Option<String> {
@@ -377,6 +394,6 @@ mod tests {
         check("", "no reason was given", None);
         check(" \n ", "no reason was given", None);
         check("null", "null", None);
-        check(&"ö".repeat(400), &"ö".repeat(250), None);
+        check(&"ö".repeat(600), &"ö".repeat(500), None);
     }
 }
