@@ -11,7 +11,6 @@ mod changes;
 mod check;
 mod layers;
 mod mocks;
-mod output;
 mod prepare;
 mod role;
 mod setup;
@@ -27,7 +26,7 @@ mod fake;
 
 use std::{io, time::Duration};
 
-use evalgrid_worker::{FolderError, Worker, WorkerError, WorkerOptions};
+use evalgrid_worker::{FolderError, Worker, WorkerError, WorkerOptions, output};
 use tokio::sync::watch;
 
 use crate::role::Executor;

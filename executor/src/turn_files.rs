@@ -93,7 +93,7 @@ fn texts(harness: &'static dyn Harness, model: &str, turns: &[Ran]) -> io::Resul
         let mut trajectory = Trajectory::default();
         trajectory.push(message(Role::User, turn.prompt.clone()));
         let mut command_count = 0;
-        turns::read_output(harness, &turn.exit, &turn.trace, model, None, &mut |event| {
+        evalgrid_worker::output::read_turn(harness, &turn.exit, &turn.trace, model, None, &mut |event| {
             command_count += u32::from(matches!(event, HarnessEvent::Command { .. }));
             if let Some(mut entry) = event.into_entry() {
                 cut_long(&mut entry);

@@ -1,12 +1,6 @@
 //! The agent's turns: one process each, within one time limit over all of them.
 
-use std::{
-    collections::BTreeMap,
-    fs::File,
-    io::{self, Read},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
 
 use evalgrid_domain::{
     coverage::{Channel, Coverage},
@@ -17,7 +11,7 @@ use evalgrid_domain::{
     redact::Redactor,
     request::User,
 };
-use evalgrid_harness::{Harness, HarnessEvent, Install, ProfileFiles, Setting, TextFile, Turn, TurnEnd, TurnOutput, recorder};
+use evalgrid_harness::{Harness, HarnessEvent, Install, ProfileFiles, Setting, TextFile, Turn, recorder};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
@@ -328,7 +322,7 @@ impl Reader {
             entry.seal(&self.redactor);
             trajectory.push(entry);
         }
-        let end = read_output(self.harness, exit, &self.trace, &self.model, self.earlier, &mut |event| {
+        let end = output::read_turn(self.harness, exit, &self.trace, &self.model, self.earlier, &mut |event| {
             if let HarnessEvent::Command { exit_code, .. } = &event {
                 record.commands += 1;
                 record.failed_commands += u32::from(exit_code.is_some_and(|code| code != 0));
@@ -370,46 +364,4 @@ impl Reader {
         }
         Ok(record)
     }
-}
-
-/// Hands what a turn has printed to its harness.
-pub(crate) fn read_output(
-    harness: &'static dyn Harness,
-    exit: &StepExit,
-    trace: &[u8],
-    model: &str,
-    earlier: Option<Usage>,
-    events: &mut dyn FnMut(HarnessEvent),
-) -> io::Result<TurnEnd> {
-    // A silent agent's output need not have a file.
-    let mut stdout: Box<dyn Read> = match exit.output.stdout_bytes {
-        0 => Box::new(io::empty()),
-        _ => Box::new(File::open(&exit.output.stdout)?),
-    };
-    let mut tail = None;
-    if let Some(path) = &exit.output.stdout_tail {
-        let file = File::open(path)?;
-        let start = exit.output.stdout_bytes.saturating_sub(file.metadata()?.len());
-        tail = Some((file, start));
-    }
-    // Without arrival times the events are still worth having.
-    let mut times: Box<dyn Read> = match File::open(&exit.output.stdout_times) {
-        Ok(file) => Box::new(file),
-        Err(_) => Box::new(io::empty()),
-    };
-    // What it says is a hint: a stderr that cannot be read costs that hint only.
-    let stderr = output::stderr_tail(&exit.output).unwrap_or_default();
-    let output = TurnOutput {
-        stdout: &mut stdout,
-        stdout_tail: tail.as_mut().map(|(file, start)| (file as &mut dyn Read, *start)),
-        stdout_times: &mut times,
-        stderr: &stderr,
-        trace,
-        exit_code: exit.code,
-        timed_out: exit.timed_out,
-        finished_at_ms: exit.finished_at_ms,
-        model,
-        earlier,
-    };
-    harness.read(output, events)
 }

@@ -10,6 +10,7 @@ mod jobs;
 mod link;
 mod objects;
 mod outbox;
+pub mod output;
 mod providers;
 mod tools;
 mod worker;

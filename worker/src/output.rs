@@ -1,4 +1,4 @@
-//! Outputs of finished steps, as far as people or checks read them: bounded, decoded lossily.
+//! Outputs of finished steps, as far as people, checks and harnesses read them. Texts are bounded, and decoded lossily.
 
 use std::{
     fs::File,
@@ -6,8 +6,12 @@ use std::{
     path::Path,
 };
 
-use evalgrid_domain::{outcome::failure_text, redact::Redactor};
-use evalgrid_sandbox::StepOutput;
+use evalgrid_domain::{
+    outcome::{Usage, failure_text},
+    redact::Redactor,
+};
+use evalgrid_harness::{Harness, HarnessEvent, TurnEnd, TurnOutput};
+use evalgrid_sandbox::{StepExit, StepOutput};
 
 /// Bytes of a check's output that are read from its beginning, and as many from its end. Evidence keeps 16,000 characters of it, and the
 /// marker of a verify command's last step is at the end.
@@ -16,7 +20,7 @@ const PART_BYTES: u64 = 256 << 10;
 const REASON_BYTES: u64 = 16 << 10;
 
 /// The whole stdout, or its beginning and its end.
-pub(crate) fn stdout(output: &StepOutput) -> io::Result<String> {
+pub fn stdout(output: &StepOutput) -> io::Result<String> {
     if output.stdout_bytes == 0 {
         // Then there need be no file; one that is missing with bytes in it is an error.
         return Ok(String::new());
@@ -33,12 +37,12 @@ pub(crate) fn stdout(output: &StepOutput) -> io::Result<String> {
 }
 
 /// The beginning of stderr.
-pub(crate) fn stderr(output: &StepOutput) -> io::Result<String> {
+pub fn stderr(output: &StepOutput) -> io::Result<String> {
     empty_if_missing(read(&output.stderr, 0, PART_BYTES))
 }
 
 /// The end of what is kept of stderr.
-pub(crate) fn stderr_tail(output: &StepOutput) -> io::Result<String> {
+pub fn stderr_tail(output: &StepOutput) -> io::Result<String> {
     empty_if_missing(tail(&output.stderr, REASON_BYTES))
 }
 
@@ -50,8 +54,50 @@ fn empty_if_missing(text: io::Result<String>) -> io::Result<String> {
     }
 }
 
+/// Hands what a turn has printed to its harness. `trace`: the recorder's log, where there is one. `earlier`: what the session's earlier turns have used.
+pub fn read_turn(
+    harness: &dyn Harness,
+    exit: &StepExit,
+    trace: &[u8],
+    model: &str,
+    earlier: Option<Usage>,
+    events: &mut dyn FnMut(HarnessEvent),
+) -> io::Result<TurnEnd> {
+    // A silent agent's output need not have a file.
+    let mut stdout: Box<dyn Read> = match exit.output.stdout_bytes {
+        0 => Box::new(io::empty()),
+        _ => Box::new(File::open(&exit.output.stdout)?),
+    };
+    let mut tail = None;
+    if let Some(path) = &exit.output.stdout_tail {
+        let file = File::open(path)?;
+        let start = exit.output.stdout_bytes.saturating_sub(file.metadata()?.len());
+        tail = Some((file, start));
+    }
+    // Without arrival times the events are still worth having.
+    let mut times: Box<dyn Read> = match File::open(&exit.output.stdout_times) {
+        Ok(file) => Box::new(file),
+        Err(_) => Box::new(io::empty()),
+    };
+    // What it says is a hint: a stderr that cannot be read costs that hint only.
+    let stderr = stderr_tail(&exit.output).unwrap_or_default();
+    let output = TurnOutput {
+        stdout: &mut stdout,
+        stdout_tail: tail.as_mut().map(|(file, start)| (file as &mut dyn Read, *start)),
+        stdout_times: &mut times,
+        stderr: &stderr,
+        trace,
+        exit_code: exit.code,
+        timed_out: exit.timed_out,
+        finished_at_ms: exit.finished_at_ms,
+        model,
+        earlier,
+    };
+    harness.read(output, events)
+}
+
 /// That a process failed, with which status, and the last thing it said, for people.
-pub(crate) fn last_words(who: &str, code: i32, output: &StepOutput, redactor: &Redactor) -> String {
+pub fn last_words(who: &str, code: i32, output: &StepOutput, redactor: &Redactor) -> String {
     // Redacted as a whole, before a line is taken out of it: a secret may have several.
     let stderr = redactor.text(&stderr_tail(output).unwrap_or_default()).into_owned();
     // What node writes behind every uncaught error says nothing of this one.
@@ -68,7 +114,7 @@ pub(crate) fn last_words(who: &str, code: i32, output: &StepOutput, redactor: &R
 }
 
 /// Why git failed: its last `fatal:` or `error:`, else whatever it said last.
-pub(crate) fn git_reason(stderr: &str) -> &str {
+pub fn git_reason(stderr: &str) -> &str {
     let lines = || stderr.lines().map(str::trim).filter(|line| !line.is_empty());
     let named = lines()
         .rev()
