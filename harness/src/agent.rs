@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use evalgrid_domain::limits::MAX_PROCESS_STRING_BYTES;
 
-use crate::{HarnessError, Install, Place, Setting, TextFile, Turn, TurnCommand, command::SYSTEM_PROMPT};
+use crate::{HarnessError, Install, Place, Purpose, Setting, TextFile, Turn, TurnCommand, command::SYSTEM_PROMPT};
 
 /// One kind of built-in agent, as texts name it.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,11 @@ pub(crate) fn base_url(setting: &Setting) -> Option<&str> {
 pub(crate) struct CommandLine {
     argv: Vec<String>,
     env: BTreeMap<String, String>,
+    files: Vec<TextFile>,
 }
+
+/// Starts what follows the path of a file, with the file as its stdin.
+const FROM_FILE: &str = "exec < \"$1\" || exit\nshift\nexec \"$@\"";
 
 impl CommandLine {
     /// The install's program, or the configured one, in the trial's own environment.
@@ -41,6 +45,7 @@ impl CommandLine {
         Ok(Self {
             argv: vec![install.program(setting)?],
             env: setting.env.clone(),
+            files: Vec::new(),
         })
     }
 
@@ -49,6 +54,7 @@ impl CommandLine {
         Self {
             argv: vec![crate::SHELL.into(), "-c".into(), script.into()],
             env: setting.env.clone(),
+            files: Vec::new(),
         }
     }
 
@@ -73,6 +79,25 @@ impl CommandLine {
         self
     }
 
+    /// Puts the prompt into a file of HOME; gives the file's path.
+    pub(crate) fn prompt_file(&mut self, setting: &Setting, turn: &Turn<'_>) -> String {
+        let path = format!(".evalgrid/prompt-{}", turn.number);
+        let whole = format!("{}/{path}", setting.home);
+        self.files.push(TextFile {
+            private: true,
+            ..TextFile::new(Place::Home, path, not_a_command(turn.prompt).as_ref())
+        });
+        whole
+    }
+
+    /// Makes a file with the prompt the stdin of all that was put together so far.
+    pub(crate) fn prompt_from_stdin(&mut self, name: &str, setting: &Setting, turn: &Turn<'_>) -> &mut Self {
+        let path = self.prompt_file(setting, turn);
+        let shell = [crate::SHELL, "-c", FROM_FILE, name, &path].map(str::to_owned);
+        self.argv.splice(0..0, shell);
+        self
+    }
+
     /// The command line, unless Linux would refuse to start it.
     pub(crate) fn finish(&mut self) -> Result<TurnCommand, HarnessError> {
         let long = |text: &&String| text.len() > MAX_PROCESS_STRING_BYTES;
@@ -89,6 +114,7 @@ impl CommandLine {
             });
         }
         Ok(TurnCommand {
+            files: std::mem::take(&mut self.files),
             argv: std::mem::take(&mut self.argv),
             env: std::mem::take(&mut self.env),
         })
@@ -101,6 +127,19 @@ pub(crate) fn not_an_option<'a>(turn: &Turn<'a>) -> std::borrow::Cow<'a, str> {
         true => format!(" {}", turn.prompt).into(),
         false => turn.prompt.into(),
     }
+}
+
+/// Words that are no slash command, though an agent under test may have written them so: a model sees a quotation.
+fn not_a_command(prompt: &str) -> std::borrow::Cow<'_, str> {
+    match prompt.trim_start().starts_with('/') {
+        true => format!("> {prompt}").into(),
+        false => prompt.into(),
+    }
+}
+
+/// It answers in words only.
+pub(crate) fn in_words(setting: &Setting) -> bool {
+    setting.purpose == Purpose::Words
 }
 
 /// The system prompt's own file in HOME, where there is one.

@@ -36,6 +36,15 @@ const SESSION: &str = "evalgrid";
 /// The tape's name ends with the first 16 hex digits of the MD5 sum of the session's name.
 const TAPES: &str = "tapes/*__d6caab75c70bf768.jsonl";
 
+/// Bub with the tools of its agent taken away, and the message read from the file that the last argument names: it has a setting for neither.
+const WORDS: &str = r#"import runpy, sys
+import bub.builtin.agent as agent
+assert callable(agent.Agent._allowed_tools)
+agent.Agent._allowed_tools = lambda *_: []
+with open(sys.argv.pop(), encoding="utf-8", newline="") as prompt:
+    sys.argv.append(prompt.read())
+runpy.run_module("bub", run_name="__main__")"#;
+
 /// `bub run`, with the same session for later turns.
 #[derive(Clone, Copy, Debug)]
 pub struct Bub;
@@ -62,13 +71,29 @@ impl Harness for Bub {
         let program = INSTALL.program(setting)?;
         let mut command = CommandLine::shell(setting, &script);
         command.args([NAME, program.as_str()]);
-        if setting.program.is_none() {
+        // Whatever an operator's own program is, it takes no Python.
+        let from_file = agent::in_words(setting) && setting.program.is_none();
+        let prompt = match from_file {
+            true => command.prompt_file(setting, turn),
+            false => turn.prompt.to_owned(),
+        };
+        if from_file {
+            command.args(["-c", WORDS]);
+        } else if setting.program.is_none() {
             command.args(["-m", "bub"]);
         }
         let home = format!("{}/.bub", setting.home);
         let model = model(setting);
         command
-            .args(["--workspace", &setting.workspace, "run", "--session-id", SESSION, "--", turn.prompt])
+            .args([
+                "--workspace",
+                &setting.workspace,
+                "run",
+                "--session-id",
+                SESSION,
+                "--",
+                prompt.as_str(),
+            ])
             .env([
                 ("BUB_HOME", home.as_str()),
                 ("BUB_API_KEY", key),

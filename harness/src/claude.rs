@@ -6,7 +6,7 @@ use evalgrid_domain::number::Number;
 use serde_json::Value;
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine},
     transcript::{self, Event, Outcome, Parser, Transcript, count, exit_code_in, plain, time, usage},
 };
@@ -28,6 +28,9 @@ static INSTALL: Install = Install {
     node: false,
 };
 
+/// No tools, no slash commands; what it cannot ask for it may not do.
+const WORDS: &[&str] = &["--tools", "", "--permission-mode", "dontAsk", "--disable-slash-commands"];
+
 /// `claude -p`, with `--resume` for later turns.
 #[derive(Clone, Copy, Debug)]
 pub struct Claude;
@@ -48,9 +51,13 @@ impl Harness for Claude {
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
         let key = AGENT.api_key(setting)?;
         let mut command = CommandLine::new(&INSTALL, setting)?;
+        let permissions: &[&str] = match setting.purpose {
+            Purpose::Work => &["--dangerously-skip-permissions"],
+            Purpose::Words => WORDS,
+        };
         command
             .args(["-p", "--output-format", "stream-json", "--verbose", "--bare"])
-            .args(["--dangerously-skip-permissions"])
+            .args(permissions.iter().copied())
             .option("--model", Some(&setting.model))
             .option("--append-system-prompt-file", agent::system_prompt_path(setting).as_deref());
         if setting.profile.is_some() {
@@ -60,7 +67,7 @@ impl Harness for Claude {
                 .option("--settings", shipped(setting, ".claude/settings.json").as_deref())
                 .option("--mcp-config", shipped(setting, ".mcp.json").as_deref());
         }
-        command.option("--resume", turn.session_id).args(["--", turn.prompt]).env([
+        command.option("--resume", turn.session_id).env([
             ("ANTHROPIC_API_KEY", key),
             // Root may not skip permissions elsewhere.
             ("IS_SANDBOX", "1"),
@@ -73,6 +80,10 @@ impl Harness for Claude {
         if let Some(url) = agent::base_url(setting) {
             command.env([("ANTHROPIC_BASE_URL", url)]);
         }
+        match setting.purpose {
+            Purpose::Work => command.args(["--", turn.prompt]),
+            Purpose::Words => command.prompt_from_stdin(NAME, setting, turn),
+        };
         command.finish()
     }
 

@@ -6,7 +6,7 @@ use evalgrid_domain::{coverage::Channel, outcome::Usage};
 use serde_json::{Value, json};
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine, json_file},
     transcript::{self, Event, Outcome, Parser, Transcript, count, usage},
 };
@@ -34,6 +34,33 @@ static INSTALL: Install = Install {
 /// How long a model server of the operator's own may send nothing in the middle of an answer.
 const STREAM_IDLE_MS: &str = "stream_idle_timeout_ms=300000";
 
+/// Its own sandbox reads only, nobody is asked for more, and all tools are off that a setting turns off. Models of OpenAI's are still offered
+/// `apply_patch`, which may write nothing.
+const WORDS: &[&str] = &[
+    "sandbox_mode=\"read-only\"",
+    "approval_policy=\"never\"",
+    "features.shell_tool=false",
+    "features.view_image=false",
+    "features.multi_agent=false",
+    "features.goals=false",
+    "features.apps=false",
+    "features.plugins=false",
+    "features.hooks=false",
+    "web_search=\"disabled\"",
+    "tools.experimental_request_user_input.enabled=false",
+    "tools.update_plan.enabled=false",
+    "skills.bundled.enabled=false",
+    "skills.include_instructions=false",
+];
+/// Starts what follows, and prints the tool calls of its own record that are new: it does not tell those that came to nothing, because there is
+/// no such tool or it may not do that.
+const CALLS: &str = r#"calls() { grep -hE '"type":"response_item","payload":\{"type":"[a-z_]*_call"' "$CODEX_HOME"/sessions/*/*/*/*.jsonl 2> /dev/null; }
+before=$(calls | wc -l)
+"$@"
+status=$?
+calls | tail -n +$((before + 1))
+exit $status"#;
+
 /// `codex exec`, and `codex exec resume` for later turns.
 #[derive(Clone, Copy, Debug)]
 pub struct Codex;
@@ -60,13 +87,24 @@ impl Harness for Codex {
 
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
         let key = AGENT.api_key(setting)?;
-        let mut command = CommandLine::new(&INSTALL, setting)?;
+        let mut command = match setting.purpose {
+            Purpose::Work => CommandLine::new(&INSTALL, setting)?,
+            Purpose::Words => {
+                let mut command = CommandLine::shell(setting, CALLS);
+                command.args([NAME, INSTALL.program(setting)?.as_str()]);
+                command
+            }
+        };
         command.args(["exec"]);
         if turn.session_id.is_some() {
             command.args(["resume"]);
         }
+        command.args(["--json", "--skip-git-repo-check"]);
+        match setting.purpose {
+            Purpose::Work => command.args(["--dangerously-bypass-approvals-and-sandbox"]),
+            Purpose::Words => command.args(WORDS.iter().flat_map(|setting| ["-c", setting])),
+        };
         command
-            .args(["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"])
             .option("--model", Some(&setting.model))
             .args(["-c", "analytics.enabled=false", "-c", "check_for_update_on_startup=false"]);
         if let Some(url) = agent::base_url(setting) {
@@ -91,10 +129,11 @@ impl Harness for Codex {
         if let Some(session) = turn.session_id {
             command.args([session]);
         }
-        command
-            .args([turn.prompt])
-            .env([("CODEX_HOME", format!("{}/.codex", setting.home).as_str())])
-            .finish()
+        match setting.purpose {
+            Purpose::Work => command.args([turn.prompt]),
+            Purpose::Words => command.args(["-"]).prompt_from_stdin(NAME, setting, turn),
+        };
+        command.env([("CODEX_HOME", format!("{}/.codex", setting.home).as_str())]).finish()
     }
 
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {
@@ -136,6 +175,11 @@ impl Parser for Reader {
             "error" => {
                 self.error = event.text("message").to_owned();
                 to.waits(Some(&self.error));
+                return;
+            }
+            // Of its record: see `CALLS`.
+            "response_item" => {
+                recorded(event.get("payload"), event.at, to);
                 return;
             }
             _ => return,
@@ -239,6 +283,16 @@ impl Reader {
             write.saturating_sub(before.cache_write_tokens),
         ));
     }
+}
+
+/// A tool call of codex's own record. It says in the next line what came of it, which does not matter here.
+fn recorded(call: &Value, at: f64, to: &mut Transcript<'_>) {
+    let text = |key: &str| call.get(key).and_then(Value::as_str);
+    let id = text("call_id").unwrap_or_default();
+    let name = text("name").or(text("type")).unwrap_or_default();
+    let input = ["arguments", "input", "action"].iter().find_map(|key| call.get(*key));
+    to.called(id, name, input.unwrap_or(&Value::Null), at);
+    to.returned(id, Outcome::default(), at);
 }
 
 #[cfg(test)]

@@ -67,6 +67,7 @@ impl Harness for Command {
             env.insert("SPHYNX_SESSION_ID".into(), session.to_owned());
         }
         Ok(TurnCommand {
+            files: Vec::new(),
             argv: vec![crate::SHELL.into(), "-c".into(), run.clone()],
             env,
         })

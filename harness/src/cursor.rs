@@ -6,7 +6,7 @@ use std::io;
 use serde_json::Value;
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine},
     claude::assistant,
     transcript::{self, Event, Outcome, Parser, Transcript, count, plain, usage},
@@ -47,8 +47,13 @@ impl Harness for Cursor {
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
         let key = AGENT.api_key(setting)?;
         let mut command = CommandLine::new(&INSTALL, setting)?;
+        let permissions: &[&str] = match setting.purpose {
+            Purpose::Work => &["--force"],
+            Purpose::Words => &["--mode", "ask", "--trust"],
+        };
         command
-            .args(["-p", "--output-format", "stream-json", "--force"])
+            .args(["-p", "--output-format", "stream-json"])
+            .args(permissions.iter().copied())
             .option("--model", Some(&setting.model))
             .option("--resume", turn.session_id)
             .args(["--", turn.prompt])

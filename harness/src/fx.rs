@@ -49,12 +49,14 @@ impl Harness for Fx {
         let mut command = CommandLine::new(&INSTALL, setting)?;
         command.args(["ask", "--json", agent::not_an_option(turn).as_ref()]).env([
             ("AI_GATEWAY_API_KEY", key),
-            ("FX_PERMISSION_MODE", "yolo"),
             ("FX_AUTO_UPGRADE", "0"),
             ("FX_NO_OPEN_BROWSER", "1"),
             ("FX_SOUND", "0"),
             ("NO_COLOR", "1"),
         ]);
+        if !agent::in_words(setting) {
+            command.env([("FX_PERMISSION_MODE", "yolo")]);
+        }
         if !setting.model.is_empty() {
             command.env([("FX_MODEL", setting.model.as_str())]);
         }

@@ -6,7 +6,7 @@ use evalgrid_domain::coverage::Channel;
 use serde_json::{Value, json};
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine, json_file},
     model,
     transcript::{self, Event, Outcome, Parser, Transcript, count, plain, time, usage},
@@ -44,26 +44,32 @@ impl Harness for Gemini {
 
     fn files(&self, setting: &Setting) -> Vec<TextFile> {
         let mut files = agent::instructions(setting, "GEMINI.md");
-        files.push(json_file(
-            ".gemini/settings.json",
-            &json!({
-                "security": { "auth": { "selectedType": "gemini-api-key" } },
-                "privacy": { "usageStatisticsEnabled": false },
-                "telemetry": { "enabled": false },
-                "general": { "enableAutoUpdate": false, "enableAutoUpdateNotification": false, "maxAttempts": 1 },
-            }),
-        ));
+        let mut settings = json!({
+            "security": { "auth": { "selectedType": "gemini-api-key" } },
+            "privacy": { "usageStatisticsEnabled": false },
+            "telemetry": { "enabled": false },
+            "general": { "enableAutoUpdate": false, "enableAutoUpdateNotification": false, "maxAttempts": 1 },
+        });
+        if agent::in_words(setting) {
+            // Of its own tools none.
+            settings["tools"] = json!({ "core": [] });
+        }
+        files.push(json_file(".gemini/settings.json", &settings));
         files
     }
 
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
         let key = AGENT.api_key(setting)?;
         let mut command = CommandLine::new(&INSTALL, setting)?;
+        let permissions: &[&str] = match setting.purpose {
+            Purpose::Work => &["--yolo"],
+            Purpose::Words => &["--approval-mode", "default"],
+        };
         command
-            .args(["--skip-trust", "--yolo", "--output-format", "stream-json"])
+            .args(["--skip-trust"])
+            .args(permissions.iter().copied())
+            .args(["--output-format", "stream-json"])
             .option("--model", Some(&setting.model))
-            // One argument, so that a prompt with a dash in front is none of its own.
-            .args([format!("--prompt={}", turn.prompt).as_str()])
             .env([
                 ("GEMINI_API_KEY", key),
                 // It would start a second process of itself for more memory.
@@ -73,6 +79,11 @@ impl Harness for Gemini {
         if let Some(url) = agent::base_url(setting) {
             command.env([("GOOGLE_GEMINI_BASE_URL", url)]);
         }
+        match setting.purpose {
+            // One argument, so that a prompt with a dash in front is none of its own.
+            Purpose::Work => command.args([format!("--prompt={}", turn.prompt).as_str()]),
+            Purpose::Words => command.prompt_from_stdin(NAME, setting, turn),
+        };
         command.finish()
     }
 

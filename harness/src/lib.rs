@@ -28,14 +28,30 @@ pub mod pi;
 pub mod qwen;
 pub mod recorder;
 mod transcript;
+pub mod words;
 
 pub use command::Command;
 pub use event::HarnessEvent;
 pub use install::{Install, Source};
+pub use words::Spoken;
+
+/// What an agent is started for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Purpose {
+    /// To do a trial's work, with all its tools.
+    #[default]
+    Work,
+    /// To answer in words, as a judge or a simulated person. What it is told comes from the trial, and is hostile: its tools are off as far as
+    /// it lets us, and what it calls nevertheless is in its events. Its prompt may be longer than an argument, so it comes from a file where the
+    /// agent can read one. The command harness knows only work.
+    Words,
+}
 
 /// What every turn of a trial has in common. Paths are absolute, as processes inside the sandbox see them.
 #[derive(Clone, Debug, Default)]
 pub struct Setting {
+    /// What it is for.
+    pub purpose: Purpose,
     /// The sandbox's HOME.
     pub home: String,
     /// The workspace.
@@ -85,6 +101,8 @@ pub struct Turn<'a> {
 /// The process of one turn. It runs in the workspace with closed stdin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TurnCommand {
+    /// Files that must be there before it starts, beyond [`Harness::files`]; none for [`Purpose::Work`].
+    pub files: Vec<TextFile>,
     /// Program and arguments.
     pub argv: Vec<String>,
     /// The whole environment, beyond what the sandbox itself sets.

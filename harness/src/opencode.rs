@@ -5,7 +5,7 @@ use std::io;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine},
     transcript::{self, Event, Outcome, Parser, Transcript, cost, count, plain, usage},
 };
@@ -59,7 +59,6 @@ impl Harness for Opencode {
             .args(["run", "--format", "json", "--print-logs", "--log-level", "ERROR"])
             .option("--model", (!setting.model.is_empty()).then_some(model.as_str()))
             .option("--session", turn.session_id)
-            .args(["--", turn.prompt])
             .env([
                 ("OPENCODE_API_KEY", key),
                 ("OPENCODE_CONFIG_CONTENT", config.as_str()),
@@ -71,6 +70,11 @@ impl Harness for Opencode {
         if own_server {
             command.env([("OPENCODE_DISABLE_MODELS_FETCH", "1")]);
         }
+        match setting.purpose {
+            Purpose::Work => command.args(["--", turn.prompt]),
+            // It would ask its model for a title.
+            Purpose::Words => command.args(["--title", "evalgrid"]).prompt_from_stdin(NAME, setting, turn),
+        };
         command.finish()
     }
 
@@ -85,7 +89,8 @@ fn config(setting: &Setting) -> Value {
     let mut config = json!({
         "autoupdate": false,
         "share": "disabled",
-        "permission": "allow",
+        // A tool that is denied is not offered.
+        "permission": if agent::in_words(setting) { "deny" } else { "allow" },
     });
     if let Some(url) = agent::base_url(setting) {
         let model = &setting.model;

@@ -5,7 +5,7 @@ use std::io;
 use serde_json::{Value, json};
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine, json_file},
     transcript::{self, Event, Outcome, Parser, Transcript, cost, count, exit_code_in, plain, usage},
 };
@@ -34,6 +34,15 @@ grep $line . /dev/null 2> /dev/null
 [ $? -le 1 ] || line=
 "$@" | grep $line -v -E '^\{"type":"(message_update|tool_execution_update)"'
 exit ${PIPESTATUS[0]}"#;
+
+/// No tools of its own, and nobody else's.
+const WORDS: &[&str] = &[
+    "--no-tools",
+    "--no-extensions",
+    "--no-skills",
+    "--no-prompt-templates",
+    "--no-context-files",
+];
 
 /// `pi -p`, with `--session` for later turns.
 #[derive(Clone, Copy, Debug)]
@@ -86,9 +95,12 @@ impl Harness for Pi {
         command
             .option("--model", Some(&setting.model))
             .option("--session", turn.session_id)
-            .args([agent::not_an_option(turn).as_ref()])
-            .env([("PI_API_KEY", key), ("PI_OFFLINE", "1"), ("PI_TELEMETRY", "0"), ("NO_COLOR", "1")])
-            .finish()
+            .env([("PI_API_KEY", key), ("PI_OFFLINE", "1"), ("PI_TELEMETRY", "0"), ("NO_COLOR", "1")]);
+        match setting.purpose {
+            Purpose::Work => command.args([agent::not_an_option(turn).as_ref()]),
+            Purpose::Words => command.args(WORDS.iter().copied()).prompt_from_stdin(NAME, setting, turn),
+        };
+        command.finish()
     }
 
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {

@@ -6,7 +6,7 @@ use evalgrid_domain::{coverage::Channel, outcome::Usage};
 use serde_json::{Value, json};
 
 use crate::{
-    Harness, HarnessError, HarnessEvent, Install, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
+    Harness, HarnessError, HarnessEvent, Install, Purpose, Setting, Source, TextFile, Turn, TurnCommand, TurnEnd, TurnOutput,
     agent::{self, Agent, CommandLine, json_file},
     claude::assistant,
     transcript::{self, Event, Outcome, Parser, Transcript, count, plain, usage},
@@ -30,6 +30,16 @@ static INSTALL: Install = Install {
 };
 /// The vendor's own address for keys of DashScope.
 const DASHSCOPE: &str = "https://dashscope.aliyuncs.com/compatible-mode/v1";
+
+/// `--bare` knows three tools, and none of these may be used. Without it there are more, which no flag turns off, and requests beside the
+/// conversation.
+const WORDS: &[&str] = &[
+    "--bare",
+    "--exclude-tools",
+    "read_file,edit,run_shell_command",
+    "--approval-mode",
+    "default",
+];
 
 /// `qwen PROMPT`, with `--resume` for later turns.
 #[derive(Clone, Copy, Debug)]
@@ -61,11 +71,16 @@ impl Harness for Qwen {
     fn turn(&self, setting: &Setting, turn: &Turn<'_>) -> Result<TurnCommand, HarnessError> {
         let key = AGENT.api_key(setting)?;
         let mut command = CommandLine::new(&INSTALL, setting)?;
+        let permissions: &[&str] = match setting.purpose {
+            Purpose::Work => &["--yolo"],
+            Purpose::Words => WORDS,
+        };
         command
-            .args(["--auth-type", "openai", "--yolo", "--output-format", "stream-json"])
+            .args(["--auth-type", "openai"])
+            .args(permissions.iter().copied())
+            .args(["--output-format", "stream-json"])
             .option("--model", Some(&setting.model))
             .option("--resume", turn.session_id)
-            .args([agent::not_an_option(turn).as_ref()])
             .env([
                 ("OPENAI_API_KEY", key),
                 ("OPENAI_BASE_URL", agent::base_url(setting).unwrap_or(DASHSCOPE)),
@@ -73,8 +88,12 @@ impl Harness for Qwen {
                 // It would start a second process of itself for more memory.
                 ("QWEN_CODE_NO_RELAUNCH", "1"),
                 ("NO_COLOR", "1"),
-            ])
-            .finish()
+            ]);
+        match setting.purpose {
+            Purpose::Work => command.args([agent::not_an_option(turn).as_ref()]),
+            Purpose::Words => command.prompt_from_stdin(NAME, setting, turn),
+        };
+        command.finish()
     }
 
     fn read(&self, output: TurnOutput<'_>, events: &mut dyn FnMut(HarnessEvent)) -> io::Result<TurnEnd> {

@@ -15,16 +15,16 @@ const MARK: &str = "PERSON:";
 
 /// What the person was told, and what it says now; `None` where the model plays nobody.
 pub(crate) fn reply(exchange: &Exchange) -> Option<(&str, String)> {
-    let answers = exchange.items.iter().filter(|item| matches!(item, Item::Assistant(_))).count();
-    let mut told = exchange.items.iter().filter_map(|item| match item {
-        Item::User(text) => Some(text.as_str()),
-        _ => None,
-    });
+    let answers = |items: &[Item]| items.iter().filter(|item| matches!(item, Item::Assistant(_))).count();
     let (brief, said) = match exchange.system.contains(MARK) {
-        true => (exchange.system.as_str(), answers.saturating_sub(1)),
+        true => (exchange.system.as_str(), answers(&exchange.items).saturating_sub(1)),
         false => {
-            let brief = told.find(|text| text.contains(MARK))?;
-            (brief, answers + said_before(brief).saturating_sub(1))
+            let told = |item: &Item| matches!(item, Item::User(text) if text.contains(MARK));
+            let at = exchange.items.iter().position(told)?;
+            // Some agents put words into the model's mouth before that.
+            let answers = answers(&exchange.items[at..]);
+            let Item::User(brief) = &exchange.items[at] else { return None };
+            (brief.as_str(), answers + said_before(brief).saturating_sub(1))
         }
     };
     let (_, script) = brief.split_once(MARK)?;

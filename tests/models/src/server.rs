@@ -35,6 +35,9 @@ const BODY_DEADLINE: Duration = Duration::from_secs(30);
 const HANG: Duration = Duration::from_secs(1_800);
 /// What was sent must have left before the connection breaks: a break takes with it what is still in a buffer.
 const BEFORE_CUT: Duration = Duration::from_millis(50);
+/// No model answers sooner. Claude with `--bare` loses the person's words from its session where the answer comes before it has written them
+/// down, which takes it some 20 ms.
+const THOUGHT: Duration = Duration::from_millis(100);
 /// Of the prompt, in the list of requests.
 const SHOWN_PROMPT: usize = 200;
 /// The same for each ask of one job.
@@ -188,7 +191,8 @@ async fn answer(State(ledger): State<Arc<Ledger>>, request: HttpRequest) -> Resu
     let (Ok(exchange), Some(plan)) = (&exchange, &plan) else {
         return Ok(refusal(format, StatusCode::BAD_REQUEST, "an answer without a request"));
     };
-    sleep(plan.wait).await;
+    let least = if format == Format::Messages { THOUGHT } else { Duration::ZERO };
+    sleep(plan.wait.max(least)).await;
     if let Mode::Wait(ms) = mode {
         sleep(Duration::from_millis(ms.into())).await;
     }
