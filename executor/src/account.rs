@@ -5,10 +5,12 @@ use std::collections::BTreeSet;
 use evalgrid_domain::{
     changes::{ContentKind, TurnChanges},
     coverage::{Channel, Coverage},
-    evidence::{Artifact, Trajectory, TrialEvidence, Validation, VerifyStep},
+    evidence::{Artifact, JournalEntry, Role, Trajectory, TrialEvidence, Validation, VerifyStep},
+    judge::JudgeFile,
     limits::{INLINE_EVIDENCE_BYTES, MAX_CHANGED_FILES, MAX_TRIAL_CHANGES, MAX_TRIAL_DIFF_BYTES},
     mocks::MockCalls,
     outcome::{EXIT_NOT_SCORED, Usage},
+    redact::Redactor,
 };
 use evalgrid_proto::v1::{Evidence, TrialOutcome, TrialStatus, evidence::Place};
 
@@ -54,6 +56,8 @@ pub(crate) struct Account {
     /// Bytes of their diffs.
     diff_bytes: usize,
     source_commit: Option<String>,
+    /// What the judges will read.
+    judge_files: Vec<JudgeFile>,
 }
 
 impl Account {
@@ -180,8 +184,34 @@ impl Account {
         }
     }
 
+    /// The case has no checks, only judges: nothing in the sandbox speaks against the agent.
+    pub(crate) fn without_checks(&mut self) {
+        self.passed = Some(true);
+    }
+
     pub(crate) fn skipped(&mut self, validations: Vec<Validation>) {
         self.validations.extend(validations);
+    }
+
+    /// How many records there are so far.
+    pub(crate) fn validations(&self) -> usize {
+        self.validations.len()
+    }
+
+    pub(crate) fn judge_files(&mut self, files: Vec<JudgeFile>) {
+        self.judge_files = files;
+    }
+
+    /// What the person said behind the last turn.
+    pub(crate) fn last_words(&mut self, text: String, redactor: &Redactor) {
+        let mut entry = JournalEntry::Message {
+            finished_at_millis: None,
+            role: Some(Role::User),
+            text,
+            usage: None,
+        };
+        entry.seal(redactor);
+        self.trajectory.push(entry);
     }
 
     /// The trial's end. Big evidence is stored before it is named.
@@ -204,7 +234,7 @@ impl Account {
             file_changes: self.file_changes,
             timing: attempt.timing(),
             source_commit: self.source_commit,
-            judge_files: Vec::new(),
+            judge_files: self.judge_files,
         };
         let bytes = json(&evidence);
         let place = if bytes.len() <= INLINE_EVIDENCE_BYTES {

@@ -222,6 +222,7 @@ impl Rig {
             (Ended::Outcome(outcome), steps) => (*outcome, steps),
             (Ended::Failed(kind, reason), _) => panic!("{kind:?}: {reason}"),
             (Ended::Throttled { .. }, _) => panic!("throttled"),
+            (Ended::AwaitsReply { .. }, _) => panic!("it awaits a reply"),
             (Ended::Fenced, _) => panic!("fenced"),
         }
     }

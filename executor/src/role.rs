@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use evalgrid_proto::v1::{AttemptFailure, AttemptFailureKind, Lease, Throttled, TrialResult, TrialStatus, WorkerRole};
+use evalgrid_proto::v1::{AttemptFailure, AttemptFailureKind, AwaitsReply, Lease, Throttled, TrialResult, TrialStatus, WorkerRole};
 use evalgrid_worker::{End, Fact, FolderError, Role, Then, Worker};
 
 use crate::{
@@ -86,6 +86,14 @@ impl Executor {
                 };
                 // Whatever may go on in it, the sandbox stays.
                 (Fact::Throttled(throttled), Then::Keep)
+            }
+            Ended::AwaitsReply { turn, conversation } => {
+                let awaits = AwaitsReply {
+                    token,
+                    turn,
+                    conversation: Some(*conversation),
+                };
+                (Fact::Awaits(awaits), Then::Keep)
             }
             Ended::Fenced => {
                 tracing::warn!("a newer attempt has taken over the sandbox");

@@ -17,7 +17,7 @@ use evalgrid_domain::{
     request::{Case, Profile, SuiteBatchRequest, VariantRequest, effective_source},
     timing::Timing,
 };
-use evalgrid_proto::v1::{AttemptFailureKind, Lease, ObjectRef, RecordedStep, StepOutcome, StepRecord, TrialOutcome};
+use evalgrid_proto::v1::{AttemptFailureKind, Evidence, Lease, ObjectRef, RecordedStep, StepOutcome, StepRecord, TrialOutcome};
 use evalgrid_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, StepCommand, StepExit};
 use evalgrid_worker::{Fact, ObjectError, Worker};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -25,9 +25,9 @@ use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
     account::Account,
-    artifacts, cache, check,
+    artifacts, cache, check, judge_files,
     layers::Layers,
-    mocks,
+    mocks, person,
     prepare::{self, Prepared},
     role::Executor,
     setup,
@@ -53,6 +53,13 @@ pub(crate) enum Ended {
         /// When to ask again.
         retry_after_ms: u64,
     },
+    /// The case's simulated person speaks next: the trial goes on with the reply, in the same sandbox.
+    AwaitsReply {
+        /// The turn that has ended.
+        turn: u32,
+        /// Everything said so far.
+        conversation: Box<Evidence>,
+    },
     /// Somebody else goes on with it.
     Fenced,
 }
@@ -64,6 +71,11 @@ pub(crate) enum Stop {
     /// See [`Ended::Throttled`].
     Throttled {
         retry_after_ms: u64,
+    },
+    /// See [`Ended::AwaitsReply`].
+    AwaitsReply {
+        turn: u32,
+        conversation: Box<Evidence>,
     },
     Fenced,
 }
@@ -182,6 +194,7 @@ pub(crate) async fn run(executor: &Executor, worker: &Worker, lease: &Lease) -> 
         Ok(outcome) => Ended::Outcome(Box::new(outcome)),
         Err(Stop::Failed(kind, reason)) => Ended::Failed(kind, outcome::failure_text(&redactor.text(&reason))),
         Err(Stop::Throttled { retry_after_ms }) => Ended::Throttled { retry_after_ms },
+        Err(Stop::AwaitsReply { turn, conversation }) => Ended::AwaitsReply { turn, conversation },
         Err(Stop::Fenced) => Ended::Fenced,
     }
 }
@@ -237,6 +250,7 @@ async fn attempt(executor: &Executor, worker: &Worker, lease: &Lease, redactor: 
     artifacts::keep(&attempt, &mut account).await?;
     mocks::keep_calls(&attempt, &mut account).await?;
     check::run(&attempt, &mut account).await?;
+    judge_files::keep(&attempt, &mut account).await?;
     let sandbox_ms = now_ms().saturating_sub(created.created_at_ms);
     account.outcome(&attempt, sandbox_ms).await
 }
@@ -266,6 +280,7 @@ async fn sandbox(
             + mocks::LIMIT
             + prepare::LIMIT
             + working
+            + person::limit(case)
             + check::limit(case)
             + LIFETIME_MARGIN,
         limits: worker.limits,
@@ -369,7 +384,8 @@ impl Attempt<'_> {
         Ok(json(&Stamped { result: &pointer, at }))
     }
 
-    fn note(&self, step: &str, (started_at_ms, duration_ms): (u64, u64), failed: bool) {
+    /// Notes when a step was, where [`Self::once`] does not.
+    pub(crate) fn note(&self, step: &str, (started_at_ms, duration_ms): (u64, u64), failed: bool) {
         let mut timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
         timed.push(Timed {
             step: step.to_owned(),

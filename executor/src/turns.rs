@@ -9,7 +9,6 @@ use evalgrid_domain::{
     outcome::{self, Usage},
     prompt,
     redact::Redactor,
-    request::User,
 };
 use evalgrid_harness::{Harness, HarnessEvent, Install, ProfileFiles, Setting, TextFile, Turn, recorder};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
@@ -19,6 +18,7 @@ use crate::{
     account::Account,
     changes::Changes,
     output,
+    person::{self, Person, Turned},
     setup::memory_diagnostics,
     trial::{Attempt, StepResult, Stop, called, now_ms},
 };
@@ -140,7 +140,8 @@ fn below(files: &BTreeMap<String, String>, folder: &str) -> BTreeMap<String, Str
         .collect()
 }
 
-/// Runs the turns until the conversation is over: the script has run out, the turns are used up, nothing continues, or something failed.
+/// Runs the turns until the conversation is over: the person has said all, the turns are used up, nothing continues, or something failed. Ends the
+/// attempt where a simulated person speaks next.
 pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<(), Stop> {
     let name = attempt.variant.harness.name();
     let Some(harness) = harness(attempt) else {
@@ -148,24 +149,16 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
         return Ok(());
     };
     let setting = setting(attempt);
-    let opening = prompt::render(&attempt.request.suite.prompt, &attempt.case.variables);
-    let replies = match &attempt.case.user {
-        Some(User::Scripted { replies }) => replies.as_slice(),
-        _ => &[],
-    };
-    let prompts = std::iter::once(&opening).chain(replies).take(attempt.case.turn_limit() as usize);
+    let mut person = Person::of(attempt.case);
+    // What it says next.
+    let mut says = Some(prompt::render(&attempt.request.suite.prompt, &attempt.case.variables));
+    let mut number = 0;
     let limit_ms = u64::from(attempt.case.time_limit_ms());
     let mut session_id: Option<String> = None;
     let mut earlier: Option<Usage> = None;
     let changes = Changes::new(attempt);
-    for (prompt, number) in prompts.zip(1..) {
-        if number > 1 && session_id.is_none() {
-            account.diagnostics(vec![format!(
-                "The conversation ended after turn {}: the agent printed no Started with a sessionId, so nothing could continue it",
-                number - 1
-            )]);
-            break;
-        }
+    while let Some(prompt) = says.take() {
+        number += 1;
         let left_ms = limit_ms.saturating_sub(account.model_ms());
         if left_ms == 0 {
             account.void(outcome::timed_out(limit_ms), &[]);
@@ -205,16 +198,28 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account) -> Result<
         };
         let window = changes.before(number).await?;
         let mut record = attempt
-            .once(&step, agent(attempt, harness, (&turn, prompt), (command, tries), earlier, limit_ms))
+            .once(
+                &step,
+                agent(attempt, harness, (&turn, &prompt), (command, tries), earlier, limit_ms),
+            )
             .await?;
         session_id = record.session_id.take().or(session_id);
         earlier = Usage::sum(earlier, record.usage);
         // Of a turn that failed, too.
         let files = changes.after(window).await?;
-        account.turn(prompt, record, files, &setting.workspace);
+        let (answer, finished_at_ms) = (person::answer(&record), record.finished_at_ms);
+        account.turn(&prompt, record, files, &setting.workspace);
         if account.is_void() {
             break;
         }
+        let turned = Turned {
+            number,
+            prompt: &prompt,
+            answer: &answer,
+            finished_at_ms,
+            resumes: session_id.is_some(),
+        };
+        says = person.reply(attempt, account, turned).await?;
     }
     Ok(())
 }

@@ -56,6 +56,10 @@ pub(crate) async fn run(attempt: &Attempt<'_>, account: &mut Account, validator:
         plans.iter().for_each(|plan| account.skipped(plan.skipped(redactor)));
         return Ok(());
     }
+    if plans.is_empty() {
+        account.without_checks();
+        return Ok(());
+    }
     let asked = account.asked().to_vec();
     for (number, plan) in plans.iter().enumerate() {
         let step = format!("check.{number}");

@@ -18,8 +18,8 @@ use bytes::Bytes;
 use evalgrid_domain::{evidence::TrialEvidence, request::decode_start};
 use evalgrid_executor::ExecutorOptions;
 use evalgrid_proto::v1::{
-    Ack, Destroy, FromWorker, HeartbeatReply, Hello, Lease, ObjectChunk, ObjectRef, PutObjectChunk, RecordedStep, Report, Revoke,
-    StepRecord, ToWorker, TrialOutcome, Welcome, WorkerObjectRequest,
+    Ack, AwaitsReply, Destroy, Evidence, FromWorker, HeartbeatReply, Hello, Lease, ObjectChunk, ObjectRef, PutObjectChunk, RecordedStep,
+    Report, Revoke, StepRecord, ToWorker, TrialOutcome, Welcome, WorkerObjectRequest,
     evidence::Place,
     from_worker, to_worker,
     workers_server::{Workers, WorkersServer},
@@ -27,6 +27,7 @@ use evalgrid_proto::v1::{
 use evalgrid_sandbox::{DockerImage, Limits, Network, ProcessProvider, SandboxProvider as _};
 use evalgrid_worker::{DockerPolicy, DockerUse, ProcessPolicy, ToolOptions, WorkerError, WorkerOptions};
 use futures::Stream;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 use tokio::{
@@ -255,7 +256,12 @@ impl Grid {
 
     /// The evidence of an outcome, wherever it is.
     pub fn evidence(&self, outcome: &TrialOutcome) -> TrialEvidence {
-        let bytes = match outcome.evidence.as_ref().unwrap().place.as_ref().unwrap() {
+        self.placed(outcome.evidence.as_ref().unwrap())
+    }
+
+    /// What was reported beside its event, or with it.
+    pub fn placed<T: DeserializeOwned>(&self, evidence: &Evidence) -> T {
+        let bytes = match evidence.place.as_ref().unwrap() {
             Place::Inline(bytes) => {
                 assert!(bytes.len() <= 16 << 10);
                 bytes.clone()
@@ -451,6 +457,7 @@ pub struct Told {
     pub failures: Vec<(u64, i32, String)>,
     /// (token, model key, when to ask again in ms)
     pub throttled: Vec<(u64, String, u64)>,
+    pub awaiting: Vec<AwaitsReply>,
     pub destroyed: Vec<String>,
     pub credits: u32,
     pub reports: Vec<Report>,
@@ -488,6 +495,7 @@ impl Told {
         let throttled = report.throttled.iter();
         self.throttled
             .extend(throttled.map(|told| (told.token, told.model_key.clone(), told.retry_after_ms)));
+        self.awaiting.extend(report.awaiting.iter().cloned());
         self.destroyed.extend(report.destroyed.iter().cloned());
         self.credits += report.credits;
         self.reports.push(report);
