@@ -10,7 +10,7 @@ use evalgrid_domain::{
     prompt,
     redact::Redactor,
 };
-use evalgrid_harness::{Harness, HarnessEvent, Install, ProfileFiles, Setting, TextFile, Turn, recorder};
+use evalgrid_harness::{Harness, HarnessEvent, Install, ProfileFiles, Purpose, Setting, TextFile, Turn, recorder};
 use evalgrid_sandbox::{Base, SandboxError, StepCommand, StepExit};
 use serde::{Deserialize, Serialize};
 
@@ -116,6 +116,7 @@ fn setting(attempt: &Attempt<'_>) -> Setting {
     let profile = attempt.profile();
     let (tools, inside) = (&attempt.worker.tools, attempt.sandbox.tools());
     Setting {
+        purpose: Purpose::Work,
         home: attempt.sandbox.home().to_owned(),
         workspace: attempt.sandbox.workspace().to_owned(),
         shared: attempt.sandbox.shared().to_owned(),
