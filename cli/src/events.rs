@@ -111,6 +111,7 @@ fn told(kind: &Kind) -> Told {
                 ("retryOf", e.retry_of.as_ref().map_or(Value::Null, |id| batch(id))),
                 ("carried", e.carried.iter().map(carried).collect()),
                 ("regradeOf", e.regrade_of.as_ref().map_or(Value::Null, |id| batch(id))),
+                ("nonce", json!(hex(&e.nonce))),
             ],
         ),
         Kind::LeaseGranted(e) => (
@@ -166,6 +167,7 @@ fn told(kind: &Kind) -> Told {
                     "sandboxKeptUntil",
                     e.sandbox_kept_until_ms.map_or(Value::Null, |ms| json!(timestamp::format(ms))),
                 ),
+                ("nonce", json!(hex(&e.nonce))),
             ],
         ),
         Kind::ReplyAwaited(e) => (
@@ -175,6 +177,7 @@ fn told(kind: &Kind) -> Told {
                 ("token", json!(e.token)),
                 ("turn", json!(e.turn)),
                 ("conversation", e.conversation.as_ref().map_or(Value::Null, evidence)),
+                ("nonce", json!(hex(&e.nonce))),
             ],
         ),
         Kind::JobLeased(e) => (
@@ -187,7 +190,6 @@ fn told(kind: &Kind) -> Told {
                 ("bootId", json!(e.boot_id)),
                 ("sandbox", json!(e.sandbox)),
                 ("adopt", json!(e.adopt)),
-                ("nonce", json!(hex(&e.nonce))),
             ],
         ),
         Kind::JobAsked(e) => ("JobAsked", vec![("token", json!(e.token))]),
@@ -195,6 +197,7 @@ fn told(kind: &Kind) -> Told {
             "JobEnded",
             vec![
                 ("token", json!(e.token)),
+                ("job", job(e.job.as_ref())),
                 ("why", json!(word(e.why().as_str_name(), "WHY_"))),
                 ("reason", json!(e.reason)),
                 ("notBefore", json!(timestamp::format(e.not_before_ms))),

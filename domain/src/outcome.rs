@@ -293,6 +293,11 @@ pub fn abandoned(quiet_ms: u64) -> String {
     )
 }
 
+/// The trial waited too long for whoever judges it, or plays its person.
+pub fn never_judged(waited_ms: u64) -> String {
+    format!("No judge runner was free for {}", humanise_duration(waited_ms))
+}
+
 /// The trial waited too long for a slot.
 pub fn never_started(waited_ms: u64) -> String {
     format!("The trial never started: no slot was free for {}", humanise_duration(waited_ms))

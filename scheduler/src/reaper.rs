@@ -265,7 +265,7 @@ mod tests {
             status: v1::TrialStatus::Passed.into(),
             ..Default::default()
         };
-        let settled = decide::result(&core.state, "w", token, outcome, NOW_MS).unwrap();
+        let settled = decide::result(&core.state, "w", token, outcome, &mut Chance::new(1), NOW_MS).unwrap();
         let settled = decide::keep_sandbox(&core.state, "w", settled, keep_ms, NOW_MS);
         core.commit_settled(settled);
         let name = core.state.custody().next().unwrap().0.to_owned();

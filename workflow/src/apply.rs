@@ -10,14 +10,15 @@ use evalgrid_domain::{
 };
 use evalgrid_proto::{
     log::v1::{self as log, Event, event::Kind},
-    v1,
+    v1::{self, TrialStatus},
 };
 
 use crate::{
     faults::{self, Fault},
+    jobs::Target,
     local::Local,
     moving::Residence,
-    retry::is_scored,
+    retry::{self, is_scored},
     state::{Batch, BatchPhase, IdempotentStart, Key, Organization, Phase, Run, State, Trial, TrialKey},
 };
 
@@ -69,11 +70,13 @@ pub(crate) fn trial_ref(key: TrialKey) -> Option<log::TrialRef> {
 /// Verdicts by run and ordinal.
 type Carried = BTreeMap<(u32, u32), v1::TrialOutcome>;
 
-/// What a batch takes over from the one that it retries. At least one trial is left to run.
+/// What a batch takes over from the one that it retries or regrades. At least one trial is left to run, or to judge.
 fn carried_trials(started: &log::BatchStarted) -> Result<Carried, ApplyError> {
+    let regrades = started.regrade_of.is_some();
     let mut carried = BTreeMap::new();
     for trial in &started.carried {
-        let Some(outcome) = trial.outcome.clone().filter(|outcome| is_scored(outcome.status())) else {
+        let takes = |outcome: &v1::TrialOutcome| is_scored(outcome.status()) || (regrades && outcome.status() == TrialStatus::Void);
+        let Some(outcome) = trial.outcome.clone().filter(takes) else {
             return illegal("a trial without a score is carried over");
         };
         if carried.insert((trial.run, trial.ordinal), own_evidence(outcome)).is_some() {
@@ -81,14 +84,20 @@ fn carried_trials(started: &log::BatchStarted) -> Result<Carried, ApplyError> {
         }
     }
     let in_all = started.variant_ids.len() * started.trials as usize;
-    if carried.len() >= in_all || (started.retry_of.is_none() && !carried.is_empty()) {
-        return illegal("a batch takes over more than it may");
+    let possible = match (started.retry_of.is_some(), regrades) {
+        (true, true) => false,
+        (true, false) => carried.len() < in_all,
+        (false, true) => carried.len() == in_all && retry::judged(started) > 0,
+        (false, false) => carried.is_empty(),
+    };
+    match possible {
+        true => Ok(carried),
+        false => illegal("a batch takes over more than it may"),
     }
-    Ok(carried)
 }
 
 /// Small evidence arrives as a slice of a whole group's buffer, which must not live as long as the trial.
-fn own_evidence(mut outcome: v1::TrialOutcome) -> v1::TrialOutcome {
+pub(crate) fn own_evidence(mut outcome: v1::TrialOutcome) -> v1::TrialOutcome {
     if let Some(v1::Evidence {
         place: Some(v1::evidence::Place::Inline(bytes)),
     }) = &mut outcome.evidence
@@ -126,14 +135,12 @@ impl State {
             Some(Kind::OrganizationUnfrozen(event)) => self.reside(&event.organization_id, Residence::Frozen, Residence::Here),
             Some(Kind::OrganizationMoved(event)) => self.reside(&event.organization_id, Residence::Frozen, Residence::Moved),
             Some(Kind::OrganizationImported(imported)) => self.organization_imported(imported),
-            Some(
-                Kind::TrialChecked(_)
-                | Kind::ReplyAwaited(_)
-                | Kind::JobLeased(_)
-                | Kind::JobAsked(_)
-                | Kind::JobEnded(_)
-                | Kind::JobAnswered(_),
-            ) => illegal("an event of a kind that this version does not know"),
+            Some(Kind::TrialChecked(checked)) => self.trial_checked(checked, at_ms),
+            Some(Kind::ReplyAwaited(awaited)) => self.reply_awaited(awaited, at_ms),
+            Some(Kind::JobLeased(leased)) => self.job_leased(leased, at_ms),
+            Some(Kind::JobAsked(asked)) => self.job_asked(asked, at_ms),
+            Some(Kind::JobEnded(ended)) => self.job_ended(ended, at_ms),
+            Some(Kind::JobAnswered(answered)) => self.job_answered(answered, at_ms),
             // It is in the index only, until its organization arrives.
             Some(Kind::BatchImported(_)) => Ok(()),
             None => illegal("an event of a kind that this version does not know"),
@@ -239,7 +246,9 @@ impl State {
         }
         let mut carried = carried_trials(started)?;
         let retry_of = started.retry_of.as_deref().map(batch_id).transpose()?;
-        let unsettled = trials_in_all as usize - carried.len();
+        let regrade_of = started.regrade_of.as_deref().map(batch_id).transpose()?;
+        let mut judged = Vec::new();
+        let mut unsettled = trials_in_all as usize - carried.len();
         organization.running.insert(id);
         organization.in_memory.insert(id);
         organization.started += 1;
@@ -249,7 +258,14 @@ impl State {
             for ordinal in 1..=started.trials {
                 let ticket = queue.ticket();
                 let phase = match carried.remove(&(run as u32, ordinal)) {
-                    Some(outcome) => Phase::Settled(Box::new(outcome)),
+                    Some(outcome) => {
+                        let case = run / started.variants.len();
+                        if regrade_of.is_some() && is_scored(outcome.status()) && !started.cases[case].judges.is_empty() {
+                            judged.push((run as u8, ordinal as u8, outcome.clone()));
+                            unsettled += 1;
+                        }
+                        Phase::Settled(Box::new(outcome))
+                    }
                     None => Phase::Queued {
                         since_ms: at_ms,
                         not_before_ms: 0,
@@ -265,6 +281,8 @@ impl State {
                     progress_ms: at_ms,
                     sandbox: None,
                     steps: Vec::new(),
+                    person: None,
+                    user_spend: None,
                 });
             }
             let finished = trials.iter().all(|trial| matches!(trial.phase, Phase::Settled(_)));
@@ -299,6 +317,7 @@ impl State {
                     closed: None,
                 }),
                 retry_of,
+                regrade_of,
             },
         );
         for run in 0..runs {
@@ -308,7 +327,14 @@ impl State {
                     run: run as u8,
                     ordinal: ordinal as u8,
                 };
-                self.enqueue(key, at_ms);
+                self.enqueue(Target::trial(key), at_ms);
+            }
+        }
+        for (run, ordinal, outcome) in judged {
+            let key = TrialKey { batch: id, run, ordinal };
+            self.judge(key, outcome, Bytes::copy_from_slice(&started.nonce), at_ms, at_ms)?;
+            if let Some(batch) = self.batches.get_mut(&id) {
+                batch.runs[usize::from(run)].finished_ms = None;
             }
         }
         Ok(())
@@ -323,7 +349,8 @@ impl State {
             None => return illegal("a verdict for no trial"),
             Some(Phase::Settled(_)) => return illegal("a second verdict for a trial"),
             Some(Phase::Leased { token }) => self.end_lease(*token),
-            Some(Phase::Queued { .. }) => self.stop_waiting(key),
+            Some(Phase::Queued { .. }) => self.stop_waiting(Target::trial(key)),
+            Some(Phase::Conversing(_) | Phase::Judging(_)) => self.stop_asking(key),
         }
         let Some(batch) = self.batches.get_mut(&key.batch) else {
             return illegal("a verdict for no batch");
@@ -333,6 +360,8 @@ impl State {
         };
         trial.phase = Phase::Settled(Box::new(outcome));
         trial.steps = Vec::new();
+        trial.person = None;
+        trial.user_spend = None;
         trial.progress_ms = at_ms;
         if let Some(until_ms) = settled.sandbox_kept_until_ms
             && let Some(sandbox) = trial.sandbox.as_ref().and_then(|name| self.custody.get_mut(name))

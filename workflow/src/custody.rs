@@ -12,6 +12,7 @@ use evalgrid_proto::{
 
 use crate::{
     decide::{event, settled, void},
+    jobs::{JobPhase, Part},
     state::{Phase, State, TrialKey},
 };
 
@@ -39,6 +40,23 @@ pub struct Sandbox {
     pub destroy_asked_ms: Option<u64>,
     /// Until when it stays although its trial has ended, for people to look into, milliseconds since the epoch.
     pub kept_until_ms: Option<u64>,
+}
+
+impl Sandbox {
+    /// One that may be made from now on.
+    pub(crate) fn intended(trial: TrialKey, worker_id: &str, boot_id: &str, provider: &str, at_ms: u64) -> Sandbox {
+        Sandbox {
+            trial,
+            worker_id: worker_id.to_owned(),
+            boot_id: boot_id.to_owned(),
+            provider: provider.to_owned(),
+            intended_ms: at_ms,
+            created: false,
+            provider_id: None,
+            destroy_asked_ms: None,
+            kept_until_ms: None,
+        }
+    }
 }
 
 /// What is known of the sandboxes of a worker, and by which kind of list: kinds differ in what they prove of a sandbox that they do not name.
@@ -108,10 +126,7 @@ pub const UNNEEDED: &str = "no trial needs it any more";
 pub fn listed_sandboxes(state: &State, worker_id: &str, listing: Listing<'_>, now_ms: u64) -> Vec<Event> {
     let mut events = Vec::new();
     for (name, sandbox) in state.custody().filter(|(_, sandbox)| sandbox.worker_id == worker_id) {
-        let leased = state
-            .trial(sandbox.trial)
-            .is_some_and(|trial| trial.sandbox.as_deref() == Some(name) && matches!(trial.phase, Phase::Leased { .. }));
-        if !leased && listing.proves_gone(name, sandbox) {
+        if !leased_in(state, name, sandbox) && listing.proves_gone(name, sandbox) {
             events.extend(destroyed(state, name, worker_id, now_ms));
         }
     }
@@ -145,13 +160,23 @@ pub fn unneeded<'a>(state: &State, listing: &'a Listing<'_>) -> (Vec<&'a str>, V
         .partition(|name| is_ours(name) || state.custody.contains_key(*name))
 }
 
-/// Whether a trial without a verdict still lives in this sandbox.
+/// Whether a trial without a verdict, its person or one of its judges still lives in this sandbox.
 pub fn needed(state: &State, name: &str) -> bool {
     state
         .custody
         .get(name)
         .and_then(|sandbox| state.trial(sandbox.trial))
-        .is_some_and(|trial| trial.sandbox.as_deref() == Some(name) && !matches!(trial.phase, Phase::Settled(_)))
+        .is_some_and(|trial| trial.lives_in(name).is_some())
+}
+
+/// Whether somebody works in a sandbox now, or may be about to make it.
+fn leased_in(state: &State, name: &str, sandbox: &Sandbox) -> bool {
+    let Some(trial) = state.trial(sandbox.trial) else { return false };
+    match trial.lives_in(name) {
+        Some(Part::Trial) => matches!(trial.phase, Phase::Leased { .. }),
+        Some(part) => trial.job(part).is_some_and(|job| matches!(job.phase, JobPhase::Leased { .. })),
+        None => false,
+    }
 }
 
 /// Whether a sandbox is kept for people now.
@@ -166,11 +191,14 @@ pub fn keep_sandbox(state: &State, worker_id: &str, mut verdict: Event, keep_ms:
     let kept = state
         .custody()
         .filter(|(name, sandbox)| sandbox.worker_id == worker_id && kept(state, name, now_ms));
-    if let Some(Kind::TrialSettled(settled)) = &mut verdict.kind
-        && keep_ms > 0
-        && kept.count() < limits::MAX_KEPT_SANDBOXES
-    {
-        settled.sandbox_kept_until_ms = Some(now_ms + keep_ms.min(limits::MAX_KEEP_MS));
+    if keep_ms == 0 || kept.count() >= limits::MAX_KEPT_SANDBOXES {
+        return verdict;
+    }
+    let until_ms = Some(now_ms + keep_ms.min(limits::MAX_KEEP_MS));
+    match &mut verdict.kind {
+        Some(Kind::TrialSettled(settled)) => settled.sandbox_kept_until_ms = until_ms,
+        Some(Kind::TrialChecked(checked)) => checked.sandbox_kept_until_ms = until_ms,
+        _ => {}
     }
     verdict
 }
@@ -215,15 +243,19 @@ pub fn destroyed(state: &State, name: &str, worker_id: &str, now_ms: u64) -> Vec
     let Some(sandbox) = state.custody.get(name).filter(|sandbox| sandbox.worker_id == worker_id) else {
         return Vec::new();
     };
+    // A worker that holds the lease and says so contradicts itself: its attempt is what ends first.
+    if leased_in(state, name, sandbox) {
+        return Vec::new();
+    }
     let mut events = Vec::new();
     if let Some(batch) = state.batch(&sandbox.trial.batch)
         && let Some(trial) = batch.trial(sandbox.trial)
-        && trial.sandbox.as_deref() == Some(name)
+        && trial.lives_in(name) == Some(Part::Trial)
     {
         match trial.phase {
-            // A worker that holds the lease and says so contradicts itself: its attempt is what ends first.
-            Phase::Leased { .. } => return Vec::new(),
-            Phase::Queued { .. } if !trial.steps.is_empty() && trial.lost.len() as u32 + 1 >= limits::MAX_SANDBOX_ATTEMPTS => {
+            Phase::Queued { .. } | Phase::Conversing(_)
+                if !trial.steps.is_empty() && trial.lost.len() as u32 + 1 >= limits::MAX_SANDBOX_ATTEMPTS =>
+            {
                 let text = format!("{}: {GONE_ON_RETURN}", outcome::sandbox_lost(trial.lost.len() as u32 + 1));
                 events.push(settled(sandbox.trial, 0, void(&text, batch.trial(sandbox.trial)), now_ms));
             }

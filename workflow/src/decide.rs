@@ -6,18 +6,20 @@ use evalgrid_domain::{
     outcome::CANCELLED,
 };
 use evalgrid_proto::{
-    log::v1::{self as log, Event, attempt_ended::Why, event::Kind},
+    log::v1::{self as log, Event, attempt_ended::Why, event::Kind, job_ended::Why as JobWhy},
     v1::{self, AttemptFailureKind, TrialOutcome, TrialStatus},
 };
 
 pub use crate::custody::{ask_to_destroy, created, destroyed, hello_sandboxes, keep_sandbox, kept, listed_sandboxes, needed, unneeded};
+pub use crate::judging::{awaits_reply, grant_job, job_asked, job_result};
 use crate::{
     admission::{MAX_RETRY_AFTER_MS, MIN_RETRY_AFTER_MS},
     apply::trial_ref,
     chance::Chance,
     custody::sandbox_name,
     faults::{self, Fault},
-    local,
+    jobs::{JobPhase, Part, Target},
+    judging, local,
     state::{Batch, BatchPhase, Phase, State, Trial, TrialKey},
 };
 
@@ -181,7 +183,7 @@ pub fn resolve(state: &State, key: TrialKey, reason: &str, now_ms: u64) -> Resul
     let token = match batch.trial(key).ok_or(Refusal::NoOpenTrial)?.phase {
         Phase::Settled(_) => return Err(Refusal::Settled),
         Phase::Leased { token } => token,
-        Phase::Queued { .. } => 0,
+        Phase::Queued { .. } | Phase::Conversing(_) | Phase::Judging(_) => 0,
     };
     Ok(settled(key, token, void(&outcome::failure_text(reason), batch.trial(key)), now_ms))
 }
@@ -197,8 +199,10 @@ pub fn room_for_key(state: &State, slug: &str) -> Result<(), limits::Full> {
 
 /// A trial of which something is reported that cannot be recorded cannot go on, and is void: every later attempt would report it again.
 pub fn unacceptable(state: &State, worker_id: &str, token: u64, refusal: &Refusal, now_ms: u64) -> Option<Event> {
-    let key = lease_of(state, worker_id, token).ok()?;
+    let target = judging::target_of(state, worker_id, token, |_| true).ok()?;
+    let key = target.trial;
     let text = outcome::failure_text(&format!("The trial could not go on: {refusal}"));
+    let token = if target.part == Part::Trial { token } else { 0 };
     Some(settled(key, token, void(&text, state.trial(key)), now_ms))
 }
 
@@ -256,10 +260,14 @@ pub fn cancel(state: &State, organization: &OrgId, id: &BatchId, now_ms: u64) ->
         .collect())
 }
 
-/// What follows by itself from an event that has just been applied: a batch ends with its last verdict, a
-/// local one once it is closed.
+/// What follows by itself from an event that has just been applied: a trial has its verdict with the answer of its last judge, a batch ends with its
+/// last verdict, a local one once it is closed.
 pub fn after(state: &State, applied: &Event) -> Option<Event> {
     let id = match &applied.kind {
+        Some(Kind::JobAnswered(answered)) => {
+            let trial = answered.job.as_ref()?.trial.as_ref();
+            return judging::verdict(state, crate::apply::trial_key(trial).ok()?, applied.at_ms);
+        }
         Some(Kind::TrialSettled(settled)) => crate::apply::trial_key(settled.trial.as_ref()).ok()?.batch,
         Some(Kind::LocalBatchClosed(closed)) => crate::apply::batch_id(&closed.batch).ok()?,
         _ => return None,
@@ -269,7 +277,10 @@ pub fn after(state: &State, applied: &Event) -> Option<Event> {
 
 /// What should have followed from the last events of a log that was cut right behind them. For once, after recovery.
 pub fn catch_up(state: &State, now_ms: u64) -> Vec<Event> {
-    state.batches().filter_map(|batch| ending(batch, now_ms)).collect()
+    let trials = state.batches().flat_map(Batch::trials);
+    let verdicts = trials.filter_map(|(key, _)| judging::verdict(state, key, now_ms));
+    let endings = state.batches().filter_map(|batch| ending(batch, now_ms));
+    verdicts.chain(endings).collect()
 }
 
 fn ending(batch: &Batch, now_ms: u64) -> Option<Event> {
@@ -367,13 +378,25 @@ pub fn step(state: &State, worker_id: &str, record: v1::StepRecord, now_ms: u64)
     Ok(Some(event(now_ms, Kind::StepRecorded(recorded))))
 }
 
-/// A verdict from the worker that holds the lease.
-pub fn result(state: &State, worker_id: &str, token: u64, outcome: TrialOutcome, now_ms: u64) -> Result<Event, Refusal> {
+/// A verdict from the worker that holds the lease; where the case has judges, they are asked now.
+pub fn result(
+    state: &State,
+    worker_id: &str,
+    token: u64,
+    outcome: TrialOutcome,
+    chance: &mut Chance,
+    now_ms: u64,
+) -> Result<Event, Refusal> {
     let key = lease_of(state, worker_id, token)?;
     if !matches!(outcome.status(), TrialStatus::Passed | TrialStatus::Failed | TrialStatus::Void) {
         return Err(Refusal::StepLimit(format!("{:?} is not a verdict", outcome.status())));
     }
-    Ok(settled(key, token, outcome, now_ms))
+    let outcome = TrialOutcome {
+        user_spend: state.trial(key).and_then(|trial| trial.user_spend.clone().map(Box::new)),
+        ..outcome
+    };
+    let checked = judging::checked(state, key, token, &outcome, chance, now_ms);
+    Ok(checked.unwrap_or_else(|| settled(key, token, outcome, now_ms)))
 }
 
 /// An attempt that its worker gives up. A lost sandbox is tried again a bounded number of times, then the trial is void.
@@ -384,7 +407,11 @@ pub fn attempt_failed(
     chance: &mut Chance,
     now_ms: u64,
 ) -> Result<Option<Event>, Refusal> {
-    let key = lease_of(state, worker_id, failure.token)?;
+    let target = judging::target_of(state, worker_id, failure.token, |_| true)?;
+    if target.part != Part::Trial {
+        return judging::job_failed(state, target, failure, chance, now_ms).map(Some);
+    }
+    let key = target.trial;
     let why = match failure.kind() {
         AttemptFailureKind::Released => {
             let ended = AttemptEnd::new(failure.token, key, Why::Released);
@@ -408,7 +435,7 @@ pub fn attempt_failed(
 /// to be asked again. Its sandbox stays. That is no lost attempt, and no fruitless lease.
 pub fn throttled(state: &State, worker_id: &str, report: &v1::Throttled, chance: &mut Chance, now_ms: u64) -> Result<Event, Refusal> {
     let key = lease_of(state, worker_id, report.token)?;
-    if state.model_key_of(key).as_deref() != Some(report.model_key.as_str()) {
+    if state.model_key_of(Target::trial(key)).as_deref() != Some(report.model_key.as_str()) {
         return Err(Refusal::StepLimit(format!(
             "{:?} is not the model key of the lease",
             report.model_key
@@ -454,23 +481,32 @@ pub fn hello_leases(state: &State, hello: &v1::Hello, chance: &mut Chance, now_m
             (true, false) => Why::NotDelivered,
             (true, true) => return None,
         };
-        Some(fruitless(state, token, lease.trial, why, chance, now_ms))
+        fruitless(state, token, lease.target(), why, chance, now_ms)
     });
     ended.collect()
 }
 
 /// An attempt that ended without its worker's word. The more of them in a row, the longer the trial waits.
-fn fruitless(state: &State, token: u64, key: TrialKey, why: Why, chance: &mut Chance, now_ms: u64) -> Event {
+fn fruitless(state: &State, token: u64, target: Target, why: Why, chance: &mut Chance, now_ms: u64) -> Option<Event> {
+    if target.part != Part::Trial {
+        let why = match why {
+            Why::WorkerReplaced => JobWhy::WorkerReplaced,
+            Why::NotDelivered => JobWhy::NotDelivered,
+            _ => JobWhy::LeaseExpired,
+        };
+        return judging::job_fruitless(state, token, target, why, chance, now_ms);
+    }
+    let key = target.trial;
     let in_a_row = state.trial(key).map_or(0, |trial| trial.idle_leases);
     let ended = AttemptEnd {
         not_before_ms: now_ms + fruitless_delay_ms(in_a_row, chance),
         ..AttemptEnd::new(token, key, why)
     };
-    ended.event(now_ms)
+    Some(ended.event(now_ms))
 }
 
 /// The wait after this many fruitless leases in a row: none after the first, then exponential, half of it by chance.
-fn fruitless_delay_ms(in_a_row: u32, chance: &mut Chance) -> u64 {
+pub(crate) fn fruitless_delay_ms(in_a_row: u32, chance: &mut Chance) -> u64 {
     let Some(doublings) = in_a_row.checked_sub(2) else { return 0 };
     let delay_ms = (FRUITLESS_DELAY_MS << doublings.min(16)).min(MAX_DELAY_MS);
     delay_ms / 2 + chance.below(delay_ms / 2 + 1)
@@ -479,7 +515,7 @@ fn fruitless_delay_ms(in_a_row: u32, chance: &mut Chance) -> u64 {
 /// No sign of a worker for a whole lease: its trials wait for it, or for whoever takes its folder over.
 pub fn expire_worker(state: &State, worker_id: &str, chance: &mut Chance, now_ms: u64) -> Vec<Event> {
     let ours = state.leases().filter(|(_, lease)| lease.worker_id == worker_id);
-    let ended = ours.map(|(token, lease)| fruitless(state, token, lease.trial, Why::LeaseExpired, chance, now_ms));
+    let ended = ours.filter_map(|(token, lease)| fruitless(state, token, lease.target(), Why::LeaseExpired, chance, now_ms));
     let mut events: Vec<Event> = ended.collect();
     if faults::active(Fault::DestroyedUnasked) {
         let theirs = state.custody().filter(|(_, sandbox)| sandbox.worker_id == worker_id);
@@ -499,11 +535,13 @@ pub fn expire_worker(state: &State, worker_id: &str, chance: &mut Chance, now_ms
 /// `gone` tells whether a worker is away; it is not part of the state.
 pub fn give_up_absent(state: &State, gone: &dyn Fn(&str) -> bool, grace_ms: u64, chance: &mut Chance, now_ms: u64) -> Vec<Event> {
     let stranded = state.custody().filter(|(name, sandbox)| {
-        state.trial(sandbox.trial).is_some_and(|trial| match trial.phase {
-            Phase::Queued { since_ms, .. } => {
-                trial.sandbox.as_deref() == Some(*name) && since_ms + grace_ms <= now_ms && gone(&sandbox.worker_id)
-            }
-            _ => false,
+        state.trial(sandbox.trial).is_some_and(|trial| {
+            let since_ms = match &trial.phase {
+                Phase::Queued { since_ms, .. } => *since_ms,
+                Phase::Conversing(conversing) => conversing.since_ms,
+                _ => return false,
+            };
+            trial.sandbox.as_deref() == Some(*name) && since_ms + grace_ms <= now_ms && gone(&sandbox.worker_id)
         })
     });
     let stranded: Vec<TrialKey> = stranded.map(|(_, sandbox)| sandbox.trial).collect();
@@ -521,7 +559,12 @@ pub fn give_up_absent(state: &State, gone: &dyn Fn(&str) -> bool, grace_ms: u64,
         let not_before_ms = now_ms + spread_ms + fruitless_delay_ms(trial.idle_leases, chance);
         Some(AttemptEnd { not_before_ms, ..ended }.event(now_ms))
     });
-    events.collect()
+    let mut events: Vec<Event> = events.collect();
+    if events.is_empty() {
+        // One after the other: a trial that starts over has no jobs any more.
+        events = judging::give_up_absent(state, gone, grace_ms, now_ms);
+    }
+    events
 }
 
 /// Trials that nothing will end: no sign of progress for six hours, or 72 hours in the queue.
@@ -543,6 +586,15 @@ pub fn abandon(state: &State, now_ms: u64) -> Vec<Event> {
                 ),
                 Phase::Queued { .. } => (quiet, 0, outcome::abandoned(limits::ABANDONED_AFTER_MS)),
                 Phase::Leased { token } => (quiet, token, outcome::abandoned(limits::ABANDONED_AFTER_MS)),
+                // Waiting for a judge runner is like waiting for a slot.
+                Phase::Conversing(_) | Phase::Judging(_) => {
+                    let asked = trial.jobs().any(|(_, job)| matches!(job.phase, JobPhase::Leased { .. }));
+                    let (after_ms, text) = match asked {
+                        true => (limits::ABANDONED_AFTER_MS, outcome::abandoned(limits::ABANDONED_AFTER_MS)),
+                        false => (limits::MAX_WAIT_FOR_SLOT_MS, outcome::never_judged(limits::MAX_WAIT_FOR_SLOT_MS)),
+                    };
+                    (trial.progress_ms + after_ms <= now_ms, 0, text)
+                }
             };
             if overdue {
                 events.push(settled(key, token, void(&text, batch.trial(key)), now_ms));
@@ -581,18 +633,26 @@ fn unsettled(batch: &Batch) -> impl Iterator<Item = (TrialKey, u64)> {
     batch.trials().filter_map(|(key, trial)| match trial.phase {
         Phase::Settled(_) => None,
         Phase::Leased { token } => Some((key, token)),
-        Phase::Queued { .. } => Some((key, 0)),
+        Phase::Queued { .. } | Phase::Conversing(_) | Phase::Judging(_) => Some((key, 0)),
     })
 }
 
 /// Not scored, for this reason.
 pub(crate) fn void(failure: &str, trial: Option<&Trial>) -> TrialOutcome {
+    // What a trial has shown before its judges were asked stays.
+    let known = match trial.map(|trial| &trial.phase) {
+        Some(Phase::Judging(judging)) => judging::so_far(judging),
+        _ => TrialOutcome {
+            user_spend: trial.and_then(|trial| trial.user_spend.clone().map(Box::new)),
+            ..TrialOutcome::default()
+        },
+    };
     TrialOutcome {
         status: TrialStatus::Void.into(),
         exit_code: -1,
         failure: Some(failure.to_owned()),
         sandbox_id: trial.and_then(|trial| trial.sandbox.clone()),
-        ..TrialOutcome::default()
+        ..known
     }
 }
 
@@ -635,7 +695,7 @@ impl AttemptEnd {
 fn lease_of(state: &State, worker_id: &str, token: u64) -> Result<TrialKey, Refusal> {
     state
         .lease(token)
-        .filter(|lease| lease.worker_id == worker_id)
+        .filter(|lease| lease.worker_id == worker_id && lease.part == Part::Trial)
         .map(|lease| lease.trial)
         .ok_or(Refusal::Stale)
 }

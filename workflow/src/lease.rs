@@ -14,6 +14,7 @@ use crate::{
     apply::{ApplyError, illegal, trial_key},
     custody::{GONE_ON_RETURN, Sandbox},
     faults::{self, Fault},
+    jobs::{self, Part, Target},
     queue::Wait,
     state::{Lease, Phase, State, Trial, TrialKey},
 };
@@ -24,7 +25,7 @@ impl State {
         if granted.token <= self.last_token {
             return illegal("a fencing token that is not newer than all before it");
         }
-        let Some(wait) = self.wait_of(key) else {
+        let Some(wait) = self.wait_of(Target::trial(key)) else {
             return illegal("a lease for a trial that does not wait");
         };
         if granted.adopt {
@@ -36,17 +37,7 @@ impl State {
                 return illegal("a lease on a sandbox that is not the trial's");
             }
         } else {
-            let sandbox = Sandbox {
-                trial: key,
-                worker_id: granted.worker_id.clone(),
-                boot_id: granted.boot_id.clone(),
-                provider: wait.provider.clone(),
-                intended_ms: at_ms,
-                created: false,
-                provider_id: None,
-                destroy_asked_ms: None,
-                kept_until_ms: None,
-            };
+            let sandbox = Sandbox::intended(key, &granted.worker_id, &granted.boot_id, &wait.provider, at_ms);
             if self.custody.insert(granted.sandbox.clone(), sandbox).is_some() {
                 return illegal("a sandbox's name is used twice");
             }
@@ -61,6 +52,7 @@ impl State {
             granted.token,
             Lease {
                 trial: key,
+                part: Part::Trial,
                 worker_id: granted.worker_id.clone(),
                 incarnation: granted.incarnation.clone(),
             },
@@ -76,6 +68,8 @@ impl State {
             trial.attempts += 1;
             trial.steps.clear();
             trial.sandbox = Some(granted.sandbox.clone());
+            trial.person = None;
+            trial.user_spend = None;
         }
         trial.idle_leases += 1;
         trial.phase = Phase::Leased { token: granted.token };
@@ -84,7 +78,8 @@ impl State {
     }
 
     pub(crate) fn step_recorded(&mut self, step: &log::StepRecorded, at_ms: u64) -> Result<(), ApplyError> {
-        let key = self.leases.get(&step.token).map(|lease| lease.trial);
+        let lease = self.leases.get(&step.token).filter(|lease| lease.part == Part::Trial);
+        let key = lease.map(|lease| lease.trial);
         let Some(trial) = key.and_then(|key| self.trial_mut(key)) else {
             return illegal("a step under a token that holds no lease");
         };
@@ -111,17 +106,22 @@ impl State {
         let loses_sandbox = matches!(why, Why::SandboxLost | Why::SandboxUnavailable);
         if ended.token == 0 {
             // The attempt had lost its worker before, and now loses its sandbox.
-            let Some(wait) = self.wait_of(key).filter(|_| loses_sandbox) else {
-                return illegal("an attempt ends that holds no lease");
-            };
-            self.queue.remove(&wait);
+            match self.trial(key).map(|trial| &trial.phase) {
+                Some(Phase::Queued { .. }) if loses_sandbox => self.stop_waiting(Target::trial(key)),
+                Some(Phase::Conversing(_)) if loses_sandbox => self.stop_asking(key),
+                _ => return illegal("an attempt ends that holds no lease"),
+            }
             return self.wait_again(key, true, &ended.reason, ended.not_before_ms, at_ms);
         }
-        if self.leases.get(&ended.token).is_none_or(|lease| lease.trial != key) {
+        if self
+            .leases
+            .get(&ended.token)
+            .is_none_or(|lease| lease.target() != Target::trial(key))
+        {
             return illegal("an attempt ends that holds no lease");
         }
         if why == Why::Throttled
-            && let Some(model_key) = self.model_key_of(key)
+            && let Some(model_key) = self.model_key_of(Target::trial(key))
         {
             // With this one still among the holders: they were too many together.
             self.admission.throttled(&model_key, ended.throttled_until_ms, at_ms);
@@ -168,19 +168,24 @@ impl State {
         let Some(key) = self.custody.get(&destroyed.sandbox).map(|sandbox| sandbox.trial) else {
             return illegal("a sandbox is destroyed that is not in custody");
         };
-        let trial = self
-            .trial(key)
-            .filter(|trial| trial.sandbox.as_deref() == Some(destroyed.sandbox.as_str()));
-        match trial.map(|trial| (&trial.phase, trial.steps.is_empty())) {
-            Some((Phase::Leased { .. }, _)) => return illegal("a sandbox is destroyed under a living lease"),
-            Some((Phase::Queued { .. }, untouched)) => {
-                if let Some(wait) = self.wait_of(key) {
-                    self.queue.remove(&wait);
-                }
+        let name = destroyed.sandbox.as_str();
+        let lived = self.trial(key).and_then(|trial| Some((trial.lives_in(name)?, trial)));
+        match lived.map(|(part, trial)| (part, &trial.phase, trial.steps.is_empty())) {
+            Some((Part::Trial, Phase::Leased { .. }, _)) => return illegal("a sandbox is destroyed under a living lease"),
+            Some((Part::Trial, _, untouched)) => {
+                self.stop_waiting(Target::trial(key));
+                self.stop_asking(key);
                 let reason = if untouched { "" } else { GONE_ON_RETURN };
                 self.wait_again(key, true, reason, 0, at_ms)?;
             }
-            Some((Phase::Settled(_), _)) | None => {}
+            Some((part, ..)) => {
+                let target = Target { trial: key, part };
+                if self.trial(key).and_then(|trial| trial.job(part)?.token()).is_some() {
+                    return illegal("a sandbox is destroyed under a living lease");
+                }
+                self.job_sandbox_gone(target, at_ms);
+            }
+            None => self.sandbox_made_way(key, name, at_ms),
         }
         if let Some(sandbox) = self.custody.remove(&destroyed.sandbox) {
             self.admission.gone(&sandbox.provider, &destroyed.sandbox);
@@ -190,13 +195,13 @@ impl State {
 
     /// Takes everything that a lease holds: a place among those on its model key, and, until there is a sign of its sandbox, among those that start.
     pub(crate) fn hold(&mut self, token: u64) {
-        let Some(key) = self.leases.get(&token).map(|lease| lease.trial) else {
+        let Some(target) = self.leases.get(&token).map(Lease::target) else {
             return;
         };
-        if let Some(model_key) = self.model_key_of(key) {
+        if let Some(model_key) = self.model_key_of(target) {
             self.admission.hold(&model_key, token);
         }
-        let name = self.trial(key).and_then(|trial| trial.sandbox.as_deref());
+        let name = self.trial(target.trial).and_then(|trial| trial.sandbox_of(target.part));
         if let Some((name, sandbox)) = name.and_then(|name| self.custody.get_key_value(name))
             && !sandbox.created
         {
@@ -207,32 +212,40 @@ impl State {
     /// Lets go of everything that a lease holds.
     pub(crate) fn end_lease(&mut self, token: u64) {
         let Some(lease) = self.leases.remove(&token) else { return };
-        if let Some(model_key) = self.model_key_of(lease.trial) {
+        let target = lease.target();
+        if let Some(model_key) = self.model_key_of(target) {
             self.admission.release(&model_key, token);
         }
-        let name = self.trial(lease.trial).and_then(|trial| trial.sandbox.as_deref());
+        let name = self.trial(target.trial).and_then(|trial| trial.sandbox_of(target.part));
         if let Some((name, sandbox)) = name.and_then(|name| self.custody.get_key_value(name)) {
             // Nobody is making it any more.
             self.admission.started(&sandbox.provider, name);
         }
     }
 
-    /// Takes a trial that waits, if it does, out of the queue.
-    pub(crate) fn stop_waiting(&mut self, key: TrialKey) {
-        if let Some(wait) = self.wait_of(key) {
+    /// Takes what waits, if it does, out of the queue.
+    pub(crate) fn stop_waiting(&mut self, target: Target) {
+        if let Some(wait) = self.wait_of(target) {
             self.queue.remove(&wait);
         }
     }
 
-    /// Puts a trial that waits into the queue.
-    pub(crate) fn enqueue(&mut self, key: TrialKey, now_ms: u64) {
-        if let Some(wait) = self.wait_of(key) {
+    /// Puts what waits into the queue.
+    pub(crate) fn enqueue(&mut self, target: Target, now_ms: u64) {
+        if let Some(wait) = self.wait_of(target) {
             self.queue.push(wait, now_ms);
         }
     }
 
     /// The trial waits: for the worker in whose folder its sandbox lives, or, without that, for a fresh sandbox anywhere.
-    fn wait_again(&mut self, key: TrialKey, loses_sandbox: bool, reason: &str, not_before_ms: u64, at_ms: u64) -> Result<(), ApplyError> {
+    pub(crate) fn wait_again(
+        &mut self,
+        key: TrialKey,
+        loses_sandbox: bool,
+        reason: &str,
+        not_before_ms: u64,
+        at_ms: u64,
+    ) -> Result<(), ApplyError> {
         let ticket = self.queue.ticket();
         let Some(trial) = self.trial_mut(key) else {
             return illegal("a trial that is not there waits");
@@ -252,12 +265,16 @@ impl State {
             trial.sandbox = None;
             trial.steps.clear();
         }
-        self.enqueue(key, at_ms);
+        self.enqueue(Target::trial(key), at_ms);
         Ok(())
     }
 
-    /// Where a trial that waits stands in the queue.
-    pub(crate) fn wait_of(&self, key: TrialKey) -> Option<Wait> {
+    /// Where what waits stands in the queue.
+    pub(crate) fn wait_of(&self, target: Target) -> Option<Wait> {
+        if target.part != Part::Trial {
+            return self.job_wait(target);
+        }
+        let key = target.trial;
         // The machine of a local batch takes its trials without asking.
         let batch = self.batches.get(&key.batch).filter(|batch| batch.local.is_none())?;
         let trial = batch.trial(key)?;
@@ -270,7 +287,7 @@ impl State {
             .as_ref()
             .and_then(|name| Some(self.custody.get(name)?.worker_id.clone()));
         Some(Wait {
-            key,
+            key: target,
             ticket,
             not_before_ms,
             organization: batch.organization,
@@ -280,10 +297,9 @@ impl State {
         })
     }
 
-    /// Whose limit a trial's model counts toward.
-    pub(crate) fn model_key_of(&self, key: TrialKey) -> Option<String> {
-        let batch = self.batches.get(&key.batch)?;
-        batch.variants.get(batch.coordinates(key.run).1).map(model_key)
+    /// Whose limit the model of a trial, or of one of its jobs, counts toward.
+    pub(crate) fn model_key_of(&self, target: Target) -> Option<String> {
+        jobs::key_of(self.batches.get(&target.trial.batch)?, target)
     }
 
     pub(crate) fn trial_mut(&mut self, key: TrialKey) -> Option<&mut Trial> {

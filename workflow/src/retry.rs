@@ -41,6 +41,21 @@ pub fn carried(batch: &v1::Batch) -> Result<Vec<log::CarriedTrial>, Refusal> {
     }
 }
 
+/// How many trials of a batch that regrades another have their judges asked.
+pub(crate) fn judged(started: &log::BatchStarted) -> usize {
+    let variants = started.variants.len().max(1);
+    let judges = |run: u32| {
+        started
+            .cases
+            .get(run as usize / variants)
+            .is_some_and(|case| !case.judges.is_empty())
+    };
+    let carried = started.carried.iter();
+    carried
+        .filter(|trial| judges(trial.run) && trial.outcome.as_ref().is_some_and(|outcome| is_scored(outcome.status())))
+        .count()
+}
+
 pub(crate) fn is_scored(status: TrialStatus) -> bool {
     matches!(status, TrialStatus::Passed | TrialStatus::Failed)
 }

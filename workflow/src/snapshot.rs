@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
+use bytes::Bytes;
 use evalgrid_proto::{
-    log::v1::{self as log, saved_organization, saved_trial},
+    log::v1::{self as log, job_ref as saved_ref, saved_job, saved_organization, saved_trial},
     v1,
 };
 
@@ -12,6 +13,7 @@ use crate::{
     apply::{ApplyError, batch_id, illegal, organization_id, trial_key, trial_ref},
     custody::Sandbox,
     faults::{self, Fault},
+    jobs::{Conversing, Job, JobPhase, Judging, Part, Person, Target, job_ref},
     local::Local,
     moving::Residence,
     state::{Batch, BatchPhase, IdempotentStart, Key, Lease, Organization, Phase, Run, State, Trial},
@@ -31,7 +33,10 @@ impl State {
                 .map(|key| save_key(key, hashes.get(&key.id).copied().unwrap_or_default()))
                 .collect(),
             batches: self.batches.values().map(|batch| self.save_batch(batch)).collect(),
-            leases: self.leases().map(|(token, lease)| save_lease(token, lease)).collect(),
+            leases: self
+                .leases()
+                .map(|(token, lease)| save_lease(token, lease, self.trial(lease.trial)))
+                .collect(),
             sandboxes: self.custody().map(|(name, sandbox)| save_sandbox(name, sandbox)).collect(),
             // The owner's: it knows what has left memory.
             archive: None,
@@ -88,11 +93,21 @@ impl State {
         }
         for lease in &saved.leases {
             let trial = trial_key(lease.trial.as_ref())?;
-            if !matches!(state.trial(trial), Some(Trial { phase: Phase::Leased { token }, .. }) if *token == lease.token) {
-                return illegal("a lease on a trial that is not leased");
+            let part = match &lease.job {
+                None => Part::Trial,
+                Some(job) => restore_part(job)?,
+            };
+            let held = state.trial(trial).and_then(|known| match (part, &known.phase) {
+                (Part::Trial, Phase::Leased { token }) => Some(*token),
+                (Part::Trial, _) => None,
+                (part, _) => known.job(part)?.token(),
+            });
+            if held != Some(lease.token) {
+                return illegal("a lease on what is not leased");
             }
             let restored = Lease {
                 trial,
+                part,
                 worker_id: lease.worker_id.clone(),
                 incarnation: lease.incarnation.clone(),
             };
@@ -144,7 +159,9 @@ impl State {
                 retry_of: batch.retry_of.map(|id| id.0.to_vec().into()),
                 // Its trials tell what was taken over.
                 carried: Vec::new(),
-                regrade_of: None,
+                regrade_of: batch.regrade_of.map(|id| id.0.to_vec().into()),
+                // Its trials have it.
+                nonce: Bytes::new(),
             }),
             local: batch.local.as_ref().map(Local::save),
             started_ms: batch.started_ms,
@@ -236,6 +253,7 @@ impl State {
             _ => return illegal("a local batch without its machine's signs"),
         };
         let retry_of = started.retry_of.as_deref().map(batch_id).transpose()?;
+        let regrade_of = started.regrade_of.as_deref().map(batch_id).transpose()?;
         let runs = saved.runs.iter().map(restore_run).collect::<Result<Vec<_>, _>>()?;
         let trials = runs.iter().flat_map(|run| &run.trials);
         let unsettled = trials.filter(|trial| !matches!(trial.phase, Phase::Settled(_))).count();
@@ -259,6 +277,7 @@ impl State {
             phase,
             local,
             retry_of,
+            regrade_of,
         };
         match self.batches.insert(id, batch) {
             None => Ok(()),
@@ -269,14 +288,21 @@ impl State {
     /// Those who wait, in their old order.
     fn requeue_all(&mut self) {
         let trials = self.batches.values().flat_map(Batch::trials);
-        let waits = trials.filter_map(|(key, trial)| match trial.phase {
-            Phase::Queued { ticket, .. } => Some((ticket, key)),
-            _ => None,
+        let waits = trials.flat_map(|(key, trial)| {
+            let queued = match trial.phase {
+                Phase::Queued { ticket, .. } => Some((ticket, Target::trial(key))),
+                _ => None,
+            };
+            let jobs = trial.jobs().filter_map(move |(part, job)| match job.phase {
+                JobPhase::Waits { ticket, .. } => Some((ticket, Target { trial: key, part })),
+                _ => None,
+            });
+            queued.into_iter().chain(jobs)
         });
         let mut waits: Vec<_> = waits.collect();
         waits.sort_unstable();
-        for (_, key) in waits {
-            self.enqueue(key, self.last_ms);
+        for (_, target) in waits {
+            self.enqueue(target, self.last_ms);
         }
     }
 }
@@ -324,12 +350,21 @@ pub(crate) fn save_key(key: &Key, hash: [u8; 32]) -> log::SavedKey {
     }
 }
 
-fn save_lease(token: u64, lease: &Lease) -> log::SavedLease {
+fn save_lease(token: u64, lease: &Lease, trial: Option<&Trial>) -> log::SavedLease {
     log::SavedLease {
         token,
         trial: trial_ref(lease.trial),
         worker_id: lease.worker_id.clone(),
         incarnation: lease.incarnation.clone(),
+        job: job_ref(lease.target(), trial),
+    }
+}
+
+fn restore_part(job: &log::JobRef) -> Result<Part, ApplyError> {
+    match job.part {
+        Some(saved_ref::Part::Judge(index)) => u8::try_from(index).map(Part::Judge).or_else(|_| illegal("a judge of no place")),
+        Some(saved_ref::Part::Reply(_)) => Ok(Part::Reply),
+        None => illegal("a lease on no part of a trial"),
     }
 }
 
@@ -382,6 +417,18 @@ fn save_trial(trial: &Trial) -> log::SavedTrial {
             ticket: *ticket,
         }),
         Phase::Leased { token } => saved_trial::Phase::Leased(*token),
+        Phase::Conversing(conversing) => saved_trial::Phase::Conversing(log::SavedConversing {
+            turn: conversing.turn,
+            conversation: Some(conversing.conversation.clone()),
+            since_ms: conversing.since_ms,
+            job: Some(save_job(&conversing.job)),
+            nonce: conversing.nonce.clone(),
+        }),
+        Phase::Judging(judging) => saved_trial::Phase::Judging(log::SavedJudging {
+            outcome: Some(judging.outcome.clone()),
+            jobs: judging.jobs.iter().map(save_job).collect(),
+            nonce: judging.nonce.clone(),
+        }),
         Phase::Settled(outcome) => saved_trial::Phase::Settled(v1::TrialOutcome::clone(outcome)),
     };
     log::SavedTrial {
@@ -393,7 +440,62 @@ fn save_trial(trial: &Trial) -> log::SavedTrial {
         sandbox: trial.sandbox.clone(),
         steps: trial.steps.clone(),
         idle_end: trial.idle_end.clone(),
+        person: trial.person.as_ref().map(|person| log::SavedPerson {
+            sandbox: person.sandbox.clone(),
+            session_id: person.session_id.clone(),
+        }),
+        user_spend: trial.user_spend.clone(),
     }
+}
+
+fn save_job(job: &Job) -> log::SavedJob {
+    let phase = match &job.phase {
+        JobPhase::Waits {
+            since_ms,
+            not_before_ms,
+            ticket,
+        } => saved_job::Phase::Waits(saved_job::Waits {
+            since_ms: *since_ms,
+            not_before_ms: *not_before_ms,
+            ticket: *ticket,
+        }),
+        JobPhase::Leased { token } => saved_job::Phase::Leased(*token),
+        JobPhase::Judged(judged) => saved_job::Phase::Judged(v1::Judged::clone(judged)),
+    };
+    log::SavedJob {
+        phase: Some(phase),
+        unclear: job.unclear,
+        refused: job.refused,
+        asked: job.asked,
+        spent_ms: job.spent_ms,
+        idle_leases: job.idle_leases,
+        reason: job.reason.clone(),
+        sandbox: job.sandbox.clone(),
+    }
+}
+
+fn restore_job(saved: Option<&log::SavedJob>) -> Result<Job, ApplyError> {
+    let Some(saved) = saved else { return illegal("a job of nothing") };
+    let phase = match &saved.phase {
+        Some(saved_job::Phase::Waits(waits)) => JobPhase::Waits {
+            since_ms: waits.since_ms,
+            not_before_ms: waits.not_before_ms,
+            ticket: waits.ticket,
+        },
+        Some(saved_job::Phase::Leased(token)) => JobPhase::Leased { token: *token },
+        Some(saved_job::Phase::Judged(judged)) => JobPhase::Judged(Box::new(judged.clone())),
+        None => return illegal("a job in no phase"),
+    };
+    Ok(Job {
+        phase,
+        unclear: saved.unclear,
+        refused: saved.refused,
+        asked: saved.asked,
+        spent_ms: saved.spent_ms,
+        idle_leases: saved.idle_leases,
+        reason: saved.reason.clone(),
+        sandbox: saved.sandbox.clone(),
+    })
 }
 
 fn restore_run(saved: &log::SavedRun) -> Result<Run, ApplyError> {
@@ -411,6 +513,18 @@ fn restore_trial(saved: &log::SavedTrial) -> Result<Trial, ApplyError> {
             ticket: queued.ticket,
         },
         Some(saved_trial::Phase::Leased(token)) => Phase::Leased { token: *token },
+        Some(saved_trial::Phase::Conversing(saved)) => Phase::Conversing(Box::new(Conversing {
+            turn: saved.turn,
+            conversation: saved.conversation.clone().unwrap_or_default(),
+            since_ms: saved.since_ms,
+            job: restore_job(saved.job.as_ref())?,
+            nonce: saved.nonce.clone(),
+        })),
+        Some(saved_trial::Phase::Judging(saved)) => Phase::Judging(Box::new(Judging {
+            outcome: saved.outcome.clone().unwrap_or_default(),
+            jobs: saved.jobs.iter().map(|job| restore_job(Some(job))).collect::<Result<_, _>>()?,
+            nonce: saved.nonce.clone(),
+        })),
         Some(saved_trial::Phase::Settled(outcome)) => Phase::Settled(Box::new(outcome.clone())),
         None => return illegal("a trial in no phase"),
     };
@@ -423,5 +537,10 @@ fn restore_trial(saved: &log::SavedTrial) -> Result<Trial, ApplyError> {
         sandbox: saved.sandbox.clone(),
         steps: saved.steps.clone(),
         idle_end: saved.idle_end.clone(),
+        person: saved.person.as_ref().map(|person| Person {
+            sandbox: person.sandbox.clone(),
+            session_id: person.session_id.clone(),
+        }),
+        user_spend: saved.user_spend.clone(),
     })
 }

@@ -8,6 +8,7 @@ use evalgrid_proto::v1;
 use crate::{
     admission::{Admission, Limits},
     custody::Sandbox,
+    jobs::{self, Conversing, JobPhase, Judging, Part, Person, Target},
     local::Local,
     queue::{Gates, Queue},
 };
@@ -122,6 +123,8 @@ pub struct Batch {
     pub local: Option<Local>,
     /// The ended batch whose unscored trials this one runs again.
     pub retry_of: Option<BatchId>,
+    /// The ended batch whose judges this one asks again.
+    pub regrade_of: Option<BatchId>,
 }
 
 /// Whether a batch has ended.
@@ -171,6 +174,10 @@ pub struct Trial {
     pub sandbox: Option<String>,
     /// Steps recorded in that sandbox.
     pub steps: Vec<v1::RecordedStep>,
+    /// Where its person lives, where a harness plays one.
+    pub person: Option<Person>,
+    /// What its person has taken in this attempt.
+    pub user_spend: Option<v1::ModelSpend>,
 }
 
 /// Where a trial stands.
@@ -190,19 +197,35 @@ pub enum Phase {
         /// The attempt's fencing token.
         token: u64,
     },
+    /// Waits, in its sandbox, for what its simulated person says.
+    Conversing(Box<Conversing>),
+    /// It has run, and its judges are asked.
+    Judging(Box<Judging>),
     /// It has its verdict.
     Settled(Box<v1::TrialOutcome>),
 }
 
-/// The right of one worker to work on one trial.
+/// The right of one worker to work on one trial, or on one of its jobs.
 #[derive(Clone, Debug)]
 pub struct Lease {
     /// Which trial.
     pub trial: TrialKey,
+    /// What of it.
+    pub part: Part,
     /// The worker's lasting name.
     pub worker_id: String,
     /// The process that holds it.
     pub incarnation: String,
+}
+
+impl Lease {
+    /// What it is for.
+    pub fn target(&self) -> Target {
+        Target {
+            trial: self.trial,
+            part: self.part,
+        }
+    }
 }
 
 /// Everything.
@@ -322,15 +345,24 @@ impl State {
         self.admission.configure(limits);
     }
 
-    /// The next trial for a worker with a free slot, as far as the limits allow one now: first one whose sandbox waits in its folder, else one of
-    /// the organization whose turn it is.
+    /// The next trial for an executor with a free slot, as far as the limits allow one now: first one whose sandbox waits in its folder, else one
+    /// of the organization whose turn it is.
     pub fn next_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64) -> Option<TrialKey> {
+        self.next_target(worker_id, providers, now_ms).map(|target| target.trial)
+    }
+
+    /// The next job for a judge runner with a free slot and these kinds of sandboxes, by the same rules.
+    pub fn next_job_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64) -> Option<Target> {
+        self.next_target(worker_id, &jobs::queues(providers), now_ms)
+    }
+
+    fn next_target(&mut self, worker_id: &str, queues: &[String], now_ms: u64) -> Option<Target> {
         let Self { queue, admission, .. } = self;
         let gates = Gates {
-            provider: &|name| admission.provider_open(name, now_ms),
+            provider: &|name| admission.provider_open(jobs::provider_of(name), now_ms),
             model_key: &|name| admission.model_open(name, now_ms),
         };
-        queue.next_for(worker_id, providers, now_ms, &gates)
+        queue.next_for(worker_id, queues, now_ms, &gates)
     }
 
     /// When time alone may let a trial be dispatched that cannot be at `now_ms`: a delay is over, or a limit opens.
@@ -433,9 +465,14 @@ impl Trial {
     pub fn status(&self) -> v1::TrialStatus {
         match &self.phase {
             Phase::Queued { .. } if self.attempts == 0 => v1::TrialStatus::Queued,
-            Phase::Queued { .. } | Phase::Leased { .. } => v1::TrialStatus::Running,
+            Phase::Queued { .. } | Phase::Leased { .. } | Phase::Conversing(_) | Phase::Judging(_) => v1::TrialStatus::Running,
             Phase::Settled(outcome) => outcome.status(),
         }
+    }
+
+    /// Whether somebody has it, or one of its jobs, in hand.
+    pub fn is_leased(&self) -> bool {
+        matches!(self.phase, Phase::Leased { .. }) || self.jobs().any(|(_, job)| matches!(job.phase, JobPhase::Leased { .. }))
     }
 
     /// Bytes of the results of its steps.

@@ -4,7 +4,7 @@ use evalgrid_domain::outcome::{self, Distribution};
 use evalgrid_proto::v1::{self, BatchStatus, TrialStatus};
 
 use crate::{
-    decide,
+    decide, jobs,
     state::{Batch, BatchPhase, Phase, Trial, TrialKey},
 };
 
@@ -29,7 +29,7 @@ pub fn batch(batch: &Batch, only: Option<u8>) -> v1::Batch {
         runs: positions.filter_map(|position| run(batch, position)).collect(),
         local: batch.local.is_some(),
         retry_of: batch.retry_of.map(|id| id.to_string()),
-        regrade_of: None,
+        regrade_of: batch.regrade_of.map(|id| id.to_string()),
     }
 }
 
@@ -79,7 +79,19 @@ pub fn progress(batch: &Batch, key: TrialKey, trial: &Trial) -> v1::TrialProgres
         ordinal: key.ordinal.into(),
         status: trial.status().into(),
         failure: trial.outcome().and_then(|outcome| outcome.failure.clone()),
-        step: trial.steps.last().map(|step| step.step.clone()).unwrap_or_default(),
+        step: step(trial),
+    }
+}
+
+/// What a trial is about: its newest recorded step, or what it waits for others to do.
+fn step(trial: &Trial) -> String {
+    match &trial.phase {
+        Phase::Conversing(conversing) => jobs::reply_step(conversing.turn),
+        Phase::Judging(judging) => {
+            let open = judging.jobs.iter().position(|job| job.judged().is_none());
+            format!("judge.{}", open.unwrap_or_default())
+        }
+        _ => trial.steps.last().map(|step| step.step.clone()).unwrap_or_default(),
     }
 }
 

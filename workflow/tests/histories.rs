@@ -328,7 +328,8 @@ impl World {
             status: status.into(),
             ..Default::default()
         };
-        if let Ok(event) = decide::result(&self.state, worker, token, outcome, self.now_ms) {
+        let mut chance = self.chance();
+        if let Ok(event) = decide::result(&self.state, worker, token, outcome, &mut chance, self.now_ms) {
             let keep_ms = [0, 60_000, u64::MAX][self.rng.random_range(0..3)];
             let event = decide::keep_sandbox(&self.state, worker, event, keep_ms, self.now_ms);
             self.commit_all([event]);
@@ -979,7 +980,7 @@ fn a_retry_takes_over_what_was_scored() {
         }),
         ..Default::default()
     };
-    let event = decide::result(&world.state, "alpha", 1, outcome, world.now_ms).unwrap();
+    let event = decide::result(&world.state, "alpha", 1, outcome, &mut Chance::new(1), world.now_ms).unwrap();
     world.commit_all([event]);
     let event = decide::resolve(&world.state, key(id, 2), "stuck", world.now_ms).unwrap();
     world.commit_all([event]);
@@ -1008,7 +1009,7 @@ fn a_retry_takes_over_what_was_scored() {
         commands: 1,
         ..Default::default()
     };
-    let event = decide::result(&world.state, "alpha", 2, verdict, world.now_ms).unwrap();
+    let event = decide::result(&world.state, "alpha", 2, verdict, &mut Chance::new(1), world.now_ms).unwrap();
     world.commit_all([event]);
     let (_, whole) = world.ended.last().unwrap().clone();
     let counts = whole.runs[0].distribution.unwrap();

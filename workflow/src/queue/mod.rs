@@ -1,4 +1,4 @@
-//! Trials that wait for a worker: fairly between organizations, and back to the sandbox they left where one still lives.
+//! Trials and their jobs that wait for a worker: fairly between organizations, and back to the sandbox they left where one still lives.
 //!
 //! The queue holds exactly the trials that are queued: whoever changes a trial's phase takes it out first.
 
@@ -9,17 +9,18 @@ use std::collections::{BTreeMap, HashMap};
 use evalgrid_domain::ids::OrgId;
 
 use self::shares::{Shares, Waiting};
-use crate::state::TrialKey;
+use crate::jobs::Target;
 
-/// One trial's wait: who it is, and where it stands.
+/// One wait: who it is, and where it stands.
 #[derive(Clone, Debug)]
 pub(crate) struct Wait {
-    pub key: TrialKey,
+    pub key: Target,
     /// Its place among those that came before and after it.
     pub ticket: u64,
     /// Milliseconds since the epoch before which it may not be served.
     pub not_before_ms: u64,
     pub organization: OrgId,
+    /// Who can serve it: the provider of its fresh sandbox, or, for jobs, what [`crate::jobs`] calls those who ask.
     pub provider: String,
     pub model_key: String,
     /// In whose folder its sandbox waits. `None`: it needs a fresh one, and any worker will do.
@@ -115,7 +116,7 @@ impl Queue {
     }
 
     /// The trial to serve next on a worker with a free slot.
-    pub fn next_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64, gates: &Gates<'_>) -> Option<TrialKey> {
+    pub fn next_for(&mut self, worker_id: &str, providers: &[String], now_ms: u64, gates: &Gates<'_>) -> Option<Target> {
         while let Some(entry) = self.delayed.first_entry() {
             if entry.key().0 > now_ms {
                 break;

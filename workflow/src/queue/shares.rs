@@ -12,7 +12,7 @@ use std::{
 
 use evalgrid_domain::ids::OrgId;
 
-use crate::state::TrialKey;
+use crate::jobs::Target;
 
 /// What an organization may use up per turn. With every dispatch at the same cost, one of them per turn keeps shares equal within one.
 const QUANTUM: u32 = 1;
@@ -20,7 +20,7 @@ const QUANTUM: u32 = 1;
 const COST: u32 = 1;
 
 /// Trials that wait, by ticket: in the order in which they came.
-pub(super) type Waiting = BTreeMap<u64, TrialKey>;
+pub(super) type Waiting = BTreeMap<u64, Target>;
 
 /// See the module.
 #[derive(Clone, Debug, Default)]
@@ -42,7 +42,7 @@ struct Share {
 }
 
 impl Shares {
-    pub fn push(&mut self, organization: OrgId, model_key: &str, ticket: u64, key: TrialKey) {
+    pub fn push(&mut self, organization: OrgId, model_key: &str, ticket: u64, key: Target) {
         let share = self.organizations.entry(organization).or_insert_with(|| {
             self.last_turn += 1;
             Share {
@@ -84,7 +84,7 @@ impl Shares {
     }
 
     /// The trial to serve next, out of those whose model key is open.
-    pub fn next(&self, open: &dyn Fn(&str) -> bool) -> Option<TrialKey> {
+    pub fn next(&self, open: &dyn Fn(&str) -> bool) -> Option<Target> {
         let (turn, lane) = self.heads.iter().find(|(_, lane)| open(lane))?;
         let organization = self.lanes.get(lane)?.get(turn)?;
         let waiting = self.organizations.get(organization)?.waiting.get(lane)?;

@@ -154,7 +154,7 @@ impl Cell {
             status: v1::TrialStatus::Passed.into(),
             ..Default::default()
         };
-        let event = decide::result(&self.state, worker_id, token, outcome, self.now_ms).unwrap();
+        let event = decide::result(&self.state, worker_id, token, outcome, &mut self.chance, self.now_ms).unwrap();
         self.commit_all([event]);
     }
 
