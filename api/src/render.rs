@@ -212,11 +212,19 @@ pub(crate) fn run_head<'a>(batch: &'a Batch, run: &'a Run, request: &'a SuiteBat
         status: batch_status(run.status()),
         suite: json!({"id": suite.id, "name": suite.name}),
         trigger: batch.trigger.as_ref().map(trigger),
-        variant: variant_value(variant, &run.variant_id, case),
+        variant: variant_value(variant, &run.variant_id, user_model(batch, run, case)),
     })
 }
 
-fn variant_value(variant: &VariantInfo, id: &str, case: &Case) -> Value {
+/// Who plays the case's person: as its batch was started with, or, in one of an older version, by the default.
+fn user_model(batch: &Batch, run: &Run, case: &Case) -> Option<String> {
+    let person = batch.cases.get(run.case_index as usize).and_then(|info| info.person.as_ref());
+    person
+        .map(|person| person.name.clone())
+        .or_else(|| case.user_model(DEFAULT_USER_MODEL))
+}
+
+fn variant_value(variant: &VariantInfo, id: &str, user_model: Option<String>) -> Value {
     json!({
         "harness": variant.harness,
         "id": id,
@@ -224,7 +232,7 @@ fn variant_value(variant: &VariantInfo, id: &str, case: &Case) -> Value {
         "profile": variant.profile,
         "provider": variant.provider,
         "sandbox": variant.sandbox,
-        "userModel": case.user_model(DEFAULT_USER_MODEL),
+        "userModel": user_model,
     })
 }
 

@@ -217,6 +217,22 @@ pub struct ReplyRecord {
 }
 
 impl ReplyRecord {
+    /// The record of a person that nobody could ask; `reason` needs no redaction.
+    pub fn stopped(reason: &str) -> Self {
+        Self {
+            text: None,
+            done: false,
+            failure: Some(outcome::user_unavailable(reason)),
+            by: String::new(),
+            duration_ms: 0,
+        }
+    }
+
+    /// As the step's result.
+    pub fn to_json(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("a struct of plain fields is JSON")
+    }
+
     /// The record of what a person replied, or of why it did not.
     pub fn new(reply: Result<Reply, Failure>, by: impl Into<String>, duration_ms: u64, redactor: &Redactor) -> Self {
         let (text, done, failure) = match reply {

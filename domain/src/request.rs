@@ -17,7 +17,7 @@ mod check;
 mod decode;
 mod support;
 
-pub use check::{StartRefusal, check_local_start, check_start};
+pub use check::{StartRefusal, check_judges, check_local_start, check_start};
 pub use decode::{RunnerStart, decode_runner_start, decode_start, judge, judges};
 pub use support::{Feature, Support};
 

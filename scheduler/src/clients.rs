@@ -81,6 +81,11 @@ impl Batches for ClientsService {
         Ok(Response::new(self.admission.retry(&caller, &id, idempotency_key).await?))
     }
 
+    async fn regrade(&self, request: Request<v1::RegradeBatchRequest>) -> Result<Response<v1::StartedBatch>, Status> {
+        let caller = self.caller(&request, "evals:write").await?;
+        Ok(Response::new(self.admission.regrade(&caller, request.into_inner()).await?))
+    }
+
     async fn get(&self, request: Request<v1::GetBatchRequest>) -> Result<Response<v1::Batch>, Status> {
         let caller = self.caller(&request, "evals:read").await?;
         let id = parse_batch(&request.into_inner().id)?;

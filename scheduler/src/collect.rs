@@ -213,6 +213,7 @@ fn known(saved: &StateSnapshot) -> BTreeMap<String, Known> {
         let trials = batch.runs.iter().flat_map(|run| &run.trials);
         known.evidence.extend(trials.filter_map(|trial| match &trial.phase {
             Some(Phase::Settled(outcome)) => evidence_of(Some(outcome)),
+            Some(Phase::Judging(judging)) => evidence_of(judging.outcome.as_ref()),
             _ => None,
         }));
     }

@@ -15,7 +15,7 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use evalgrid_domain::ids::{BatchId, DIRECTORY_PARTITION, OrgId, partition};
 use evalgrid_proto::{
-    log::v1::{BatchArchived, Event, event::Kind},
+    log::v1::{BatchArchived, Event, JobRef, event::Kind},
     v1,
 };
 use evalgrid_store::{
@@ -272,6 +272,14 @@ impl Core {
             self.sessions
                 .revoke(&lease.worker_id.clone(), settled.token, reason, self.position + 1);
         }
+        let trial = settled.trial.as_ref().and_then(|trial| self.state.trial_at(trial));
+        let jobs = trial.into_iter().flat_map(|trial| trial.jobs()).filter_map(|(_, job)| job.token());
+        for token in jobs.collect::<Vec<_>>() {
+            if let Some(lease) = self.state.lease(token) {
+                let reason = "the trial has its verdict".to_owned();
+                self.sessions.revoke(&lease.worker_id.clone(), token, reason, self.position + 1);
+            }
+        }
     }
 
     fn partition_of(&mut self, event: &Event) -> u16 {
@@ -286,7 +294,7 @@ impl Core {
             Some(Kind::ReplyAwaited(awaited)) => awaited.trial.as_ref().and_then(|trial| self.organization_of_batch(&trial.batch)),
             Some(Kind::JobLeased(lease)) => self.organization_of_job(lease.job.as_ref()),
             Some(Kind::JobAsked(asked)) => self.organization_of_token(asked.token),
-            Some(Kind::JobEnded(ended)) => self.organization_of_token(ended.token),
+            Some(Kind::JobEnded(ended)) => self.organization_of_job(ended.job.as_ref()),
             Some(Kind::JobAnswered(answered)) => self.organization_of_job(answered.job.as_ref()),
             Some(Kind::BatchEnded(ended)) => self.organization_of_batch(&ended.batch),
             Some(Kind::LocalCheckedIn(checked_in)) => self.organization_of_batch(&checked_in.batch),
@@ -332,7 +340,7 @@ impl Core {
         self.position - self.pending.len() as u64
     }
 
-    fn organization_of_job(&self, job: Option<&log::JobRef>) -> Option<OrgId> {
+    fn organization_of_job(&self, job: Option<&JobRef>) -> Option<OrgId> {
         self.organization_of_batch(&job?.trial.as_ref()?.batch)
     }
 

@@ -46,8 +46,11 @@ pub fn reap(core: &mut Core, chance: &mut Chance) {
     let unneeded: BTreeSet<String> = unneeded(core).map(str::to_owned).collect();
     core.sessions.asks.by_sandbox.retain(|name, _| unneeded.contains(name));
     for name in unneeded {
-        // One that was kept its worker does not remove by itself.
-        let was_kept = core.state.sandbox(&name).is_some_and(|sandbox| sandbox.kept_until_ms.is_some());
+        // Its worker does not remove by itself what was kept, nor where a person has lived.
+        let was_kept = core
+            .state
+            .sandbox(&name)
+            .is_some_and(|sandbox| sandbox.kept_until_ms.is_some() || core.sessions.is_judge_runner(&sandbox.worker_id));
         let ask = core.sessions.asks.by_sandbox.entry(name.clone()).or_insert_with(|| Ask {
             next_ms: match was_kept {
                 true => steady_ms,

@@ -23,6 +23,8 @@ pub struct Session {
     pub incarnation: String,
     /// Its boot.
     pub boot_id: String,
+    /// What it does with what it is given.
+    pub role: v1::WorkerRole,
     /// Providers that work there.
     pub providers: Vec<String>,
     /// Leases that it can still take.
@@ -57,6 +59,7 @@ impl Sessions {
                 number: self.last_number,
                 incarnation: hello.incarnation.clone(),
                 boot_id: hello.boot_id.clone(),
+                role: hello.role(),
                 providers: hello.providers.clone(),
                 credits: hello.slots,
                 heard_ms: steady_ms,
@@ -111,10 +114,9 @@ impl Sessions {
             .collect()
     }
 
-    /// Incarnation, boot id and providers of a worker, if it still has a free slot.
-    pub fn with_credit(&self, worker_id: &str) -> Option<(String, String, Vec<String>)> {
-        let session = self.by_worker.get(worker_id).filter(|session| session.credits > 0)?;
-        Some((session.incarnation.clone(), session.boot_id.clone(), session.providers.clone()))
+    /// A worker's session, if it still has a free slot.
+    pub fn with_credit(&self, worker_id: &str) -> Option<&Session> {
+        self.by_worker.get(worker_id).filter(|session| session.credits > 0)
     }
 
     /// Takes one slot.
@@ -135,6 +137,12 @@ impl Sessions {
     pub fn foreign(&self) -> impl Iterator<Item = (&str, &str)> {
         let sessions = self.by_worker.iter();
         sessions.flat_map(|(worker_id, session)| session.foreign.iter().map(move |name| (worker_id.as_str(), name.as_str())))
+    }
+
+    /// Whether a connected worker asks judges and people.
+    pub fn is_judge_runner(&self, worker_id: &str) -> bool {
+        let session = self.by_worker.get(worker_id);
+        session.is_some_and(|session| session.role == v1::WorkerRole::JudgeRunner)
     }
 
     /// Whether a worker is connected.

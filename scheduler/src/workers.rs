@@ -230,7 +230,7 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
     }
     for result in report.results {
         let Some(outcome) = result.outcome else { continue };
-        match decide::result(&core.state, worker_id, result.token, outcome, now_ms) {
+        match decide::result(&core.state, worker_id, result.token, outcome, chance, now_ms) {
             Ok(event) => {
                 let event = decide::keep_sandbox(&core.state, worker_id, event, result.keep_sandbox_ms, now_ms);
                 core.commit_settled(event);
@@ -249,6 +249,26 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
         let (token, model_key) = (throttled.token, &throttled.model_key);
         tracing::info!(worker_id, token, model_key, "a model's provider has refused");
         match decide::throttled(&core.state, worker_id, &throttled, chance, now_ms) {
+            Ok(event) => core.commit(event),
+            Err(refusal) => refuse(core, token, refusal),
+        }
+    }
+    for awaits in report.awaiting {
+        let token = awaits.token;
+        match decide::awaits_reply(&core.state, worker_id, awaits, chance, now_ms) {
+            Ok(event) => core.commit(event),
+            Err(refusal) => refuse(core, token, refusal),
+        }
+    }
+    for asked in report.asked {
+        match decide::job_asked(&core.state, worker_id, asked.token, now_ms) {
+            Ok(event) => core.commit_all(event),
+            Err(refusal) => refuse(core, asked.token, refusal),
+        }
+    }
+    for job in report.jobs {
+        let token = job.token;
+        match decide::job_result(&core.state, worker_id, job, chance, now_ms) {
             Ok(event) => core.commit(event),
             Err(refusal) => refuse(core, token, refusal),
         }

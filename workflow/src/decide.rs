@@ -98,6 +98,9 @@ pub enum Refusal {
     /// Nor one without a need.
     #[error("every trial of the batch was scored; there is nothing to retry")]
     NothingUnscored,
+    /// Nor a regrade.
+    #[error("no trial of these cases came to a verdict that a judge could add to, or the cases have no judges; there is nothing to judge")]
+    NothingToJudge,
     /// No such trial, or its batch has left memory, and so has its verdict.
     #[error("there is no trial with this id in a batch that runs")]
     NoOpenTrial,

@@ -3,8 +3,9 @@
 
 use bytes::Bytes;
 use evalgrid_domain::{
-    limits,
+    judge, limits,
     outcome::{self, EXIT_NOT_SCORED},
+    person,
 };
 use evalgrid_proto::{
     log::v1::{
@@ -123,7 +124,7 @@ fn given_up(batch: &Batch, trial: &Trial, target: Target, reason: &str, now_ms: 
             ..v1::Judged::default()
         }),
         Part::Reply => Answer::Replied(v1::Replied {
-            record: format!(r#"{{"failure":"{reason}"}}"#).into(),
+            record: person::ReplyRecord::stopped(reason).to_json().into(),
             failed: true,
             ..v1::Replied::default()
         }),
@@ -282,10 +283,7 @@ pub(crate) fn verdict(state: &State, key: TrialKey, now_ms: u64) -> Option<Event
         Some(judged) => {
             outcome.status = TrialStatus::Void.into();
             outcome.exit_code = EXIT_NOT_SCORED;
-            outcome.failure = Some(outcome::failure_text(&format!(
-                "The judge {} gave no verdict: {}",
-                judged.name, judged.error
-            )));
+            outcome.failure = Some(judge::trial_failure(&judged.name, &judged.error));
             outcome.void_fields = vec!["validator".into()];
         }
         None if failed || judging.outcome.checks_passed == Some(false) => {

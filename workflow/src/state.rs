@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use evalgrid_domain::ids::{BatchId, KeyId, OrgId, RunId, TrialId};
-use evalgrid_proto::v1;
+use evalgrid_proto::{log::v1 as log, v1};
 
 use crate::{
     admission::{Admission, Limits},
@@ -312,6 +312,11 @@ impl State {
     /// A trial of a batch in memory.
     pub fn trial(&self, key: TrialKey) -> Option<&Trial> {
         self.batches.get(&key.batch)?.trial(key)
+    }
+
+    /// As [`State::trial`], as the log names it.
+    pub fn trial_at(&self, reference: &log::TrialRef) -> Option<&Trial> {
+        self.trial(crate::apply::trial_key(Some(reference)).ok()?)
     }
 
     /// The living lease of a token.

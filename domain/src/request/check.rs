@@ -213,13 +213,10 @@ fn check_case_support(path: &str, case: &Case, support: &Support) -> Result<(), 
         None => {}
         Some(User::Scripted { .. }) => need(support, Feature::ScriptedUser, format!("{path}.user"), "a scripted person is")?,
         Some(User::Simulated { by: None, .. }) => need(support, Feature::SimulatedUser, format!("{path}.user"), "a simulated person is")?,
-        Some(User::Simulated { by: Some(_), .. }) => {
-            need(
-                support,
-                Feature::HarnessUser,
-                format!("{path}.user.harness"),
-                "a person played by a harness is",
-            )?;
+        Some(User::Simulated { by: Some(player), .. }) => {
+            let path = format!("{path}.user.harness");
+            need(support, Feature::HarnessUser, path.clone(), "a person played by a harness is")?;
+            check_harness(&path, player.harness, support)?;
         }
     }
     match &case.validator {
@@ -234,25 +231,40 @@ fn check_case_support(path: &str, case: &Case, support: &Support) -> Result<(), 
                     "a code validator is",
                 )?;
             }
-            for (index, judge) in validator.judges.iter().enumerate() {
-                let path = format!("{path}.validator.judges[{index}]");
-                match judge.by {
-                    JudgeBy::Provider { .. } => need(support, Feature::ModelJudge, format!("{path}.provider"), "a model as judge is")?,
-                    JudgeBy::Harness { .. } => need(support, Feature::HarnessJudge, format!("{path}.harness"), "a harness as judge is")?,
-                }
+            check_judges(&format!("{path}.validator.judges"), &validator.judges, support)?;
+        }
+    }
+    Ok(())
+}
+
+/// Checks whether a server can ask these judges.
+///
+/// # Errors
+/// The first that it cannot.
+pub fn check_judges(path: &str, judges: &[Judge], support: &Support) -> Result<(), StartRefusal> {
+    for (index, judge) in judges.iter().enumerate() {
+        let path = format!("{path}[{index}]");
+        match judge.by {
+            JudgeBy::Provider { .. } => need(support, Feature::ModelJudge, format!("{path}.provider"), "a model as judge is")?,
+            JudgeBy::Harness { harness } => {
+                let path = format!("{path}.harness");
+                need(support, Feature::HarnessJudge, path.clone(), "a harness as judge is")?;
+                check_harness(&path, harness, support)?;
             }
         }
     }
     Ok(())
 }
 
-fn check_variant_support(path: &str, variant: &VariantRequest, support: &Support) -> Result<(), StartRefusal> {
-    if !support.harnesses.contains_key(&variant.harness) {
-        return refuse_at(
-            &format!("{path}.harness"),
-            format!("\"{}\" is not supported by this server yet", variant.harness.name()),
-        );
+fn check_harness(path: &str, harness: Harness, support: &Support) -> Result<(), StartRefusal> {
+    match support.harnesses.contains_key(&harness) {
+        true => Ok(()),
+        false => refuse_at(path, format!("\"{}\" is not supported by this server yet", harness.name())),
     }
+}
+
+fn check_variant_support(path: &str, variant: &VariantRequest, support: &Support) -> Result<(), StartRefusal> {
+    check_harness(&format!("{path}.harness"), variant.harness, support)?;
     if support.provider(variant.sandbox).is_none() {
         let name = variant.sandbox.name();
         return refuse_at(
