@@ -391,7 +391,7 @@ fn outcome(outcome: &TrialOutcome) -> Value {
         "status": word(outcome.status().as_str_name(), "TRIAL_STATUS_"),
         "timed": outcome.timed,
         "usage": outcome.usage.as_ref().map(usage),
-        "userSpend": outcome.user_spend.as_ref().map(spend),
+        "userSpend": outcome.user_spend.as_deref().map(spend),
         "voidFields": outcome.void_fields,
     })
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use evalgrid_api::{ApiOptions, CellAddresses};
-use evalgrid_domain::{credential, request::Harness};
+use evalgrid_domain::{credential, provider, request::Harness};
 use evalgrid_executor::ExecutorOptions;
 use evalgrid_harness::Source;
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, DockerImage, Limits};
@@ -395,22 +395,26 @@ fn harnesses<'a>(own: impl IntoIterator<Item = &'a Harness>) -> BTreeMap<Harness
     all
 }
 
-/// Values for what harnesses sign in with, which profiles may ask for too, and for the variables that the operator names, which must be there.
+/// Values for what harnesses and models sign in with, which profiles may ask for too, and for the variables that the operator names, which must be there.
 fn environment(named: &[String], read: impl Fn(&str) -> Option<String>) -> Result<BTreeMap<String, String>, Failure> {
     let mut values = BTreeMap::new();
-    let known = Harness::ALL.iter().flat_map(|(_, harness)| credential::method(*harness).fields);
-    for (name, field) in known {
+    let harnesses = Harness::ALL.iter().flat_map(|(_, harness)| credential::method(*harness).fields);
+    let harnesses = harnesses.map(|(name, field)| (*name, *field == "baseUrl"));
+    let providers = provider::PROVIDERS.iter();
+    let providers = providers.flat_map(|provider| [(provider.key, false), (provider.base_url_variable, true)]);
+    let others = [(provider::USER_MODEL_VARIABLE, false)];
+    for (name, is_url) in harnesses.chain(providers).chain(others) {
         let Some(value) = read(name).filter(|value| !value.is_empty()) else {
             continue;
         };
         // Agents tell such a mistake in words that lead elsewhere.
-        if *field == "baseUrl" && !["http://", "https://"].iter().any(|scheme| value.starts_with(scheme)) {
+        if is_url && !["http://", "https://"].iter().any(|scheme| value.starts_with(scheme)) {
             return Err(Failure::usage(
                 format!("{name} is not a URL: {value:?}"),
                 format!("Set it to an address with its scheme, such as {name}=https://models.example.org/v1, or leave it out."),
             ));
         }
-        values.insert((*name).to_owned(), value);
+        values.insert(name.to_owned(), value);
     }
     for name in named {
         let value = read(name).ok_or_else(|| {
