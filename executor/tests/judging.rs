@@ -61,9 +61,10 @@ fn messages(evidence: &TrialEvidence) -> Vec<String> {
     evidence.trajectory.iter().filter_map(text).collect()
 }
 
-/// Runs a trial from lease to lease, with these replies. What was asked each time, and the last attempt with its free slot.
-async fn talk(grid: &mut Grid, mut lease: Lease, replies: &[Value]) -> (Vec<Vec<String>>, Told) {
-    let executor = grid.executor();
+/// Runs a trial from lease to lease, with these replies. What was asked each time, and the last attempt with its free slot. `dies`: the executor
+/// does while the person thinks.
+async fn talk(grid: &mut Grid, dies: bool, mut lease: Lease, replies: &[Value]) -> (Vec<Vec<String>>, Told) {
+    let mut executor = grid.executor();
     let mut session = grid.session().await;
     let mut asked = Vec::new();
     let mut replies = replies.iter();
@@ -88,15 +89,28 @@ async fn talk(grid: &mut Grid, mut lease: Lease, replies: &[Value]) -> (Vec<Vec<
             .steps
             .push(reply(awaits.turn, replies.next().expect("it asks no more").clone()));
         (lease.token, lease.adopt) = (lease.token + 1, true);
+        if dies {
+            executor.kill().await;
+            executor = grid.executor();
+            session = grid.session().await;
+            assert_eq!(session.hello.held, [0; 0]);
+            assert_eq!(session.hello.sandboxes, std::slice::from_ref(&lease.sandbox));
+        }
     }
 }
 
 #[tokio::test]
 async fn a_trial_waits_for_its_person_and_goes_on_with_the_reply() {
+    for dies in [false, true] {
+        goes_on(dies).await;
+    }
+}
+
+async fn goes_on(dies: bool) {
     let mut grid = Grid::new().await;
     let lease = lease(&grid, &asking(STARTED, json!({ "verify": "test $(wc -l < turns) = 2" })));
     let last = json!({ "done": true, "text": "Thanks" });
-    let (asked, told) = talk(&mut grid, lease, &[json!({ "text": "a round one" }), last]).await;
+    let (asked, told) = talk(&mut grid, dies, lease, &[json!({ "text": "a round one" }), last]).await;
     let first = ["person Do it", "agent to Do it\n\nmy key is [redacted]"];
     let second = ["person a round one", "agent to a round one\n\nmy key is [redacted]"];
     assert_eq!(asked, [first.to_vec(), [first, second].concat()]);
@@ -129,7 +143,7 @@ async fn how_conversations_end() {
     async fn check(more: &str, case: Value, replies: &[Value], verdict: &str, diagnostics: &[&str]) {
         let mut grid = Grid::new().await;
         let lease = lease(&grid, &asking(more, case));
-        let (asked, told) = talk(&mut grid, lease, replies).await;
+        let (asked, told) = talk(&mut grid, false, lease, replies).await;
         let outcome = told.outcome();
         let text = match outcome.status() {
             TrialStatus::Passed => "passed",
