@@ -6,7 +6,7 @@ mod support;
 use std::time::Duration;
 
 use evalgrid_judge_runner::http::{Answered, Call, Http, HttpOptions, Outcome};
-use support::{Reply, Server};
+use support::provider::{Reply, Server};
 use tokio::{net::TcpListener, time::Instant};
 
 fn options() -> HttpOptions {

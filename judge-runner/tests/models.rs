@@ -18,7 +18,7 @@ use evalgrid_judge_runner::{
     openai,
 };
 use serde_json::{Value, json};
-use support::{Reply, Request, Server};
+use support::provider::{Reply, Request, Server};
 use tokio::time::Instant;
 
 const LIMIT_MS: u64 = 20_000;
