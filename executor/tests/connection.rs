@@ -5,7 +5,7 @@ mod support;
 
 use std::{fs, path::PathBuf, time::Duration};
 
-use evalgrid_proto::v1::{AttemptFailureKind, Lease, RecordedStep, TrialStatus};
+use evalgrid_proto::v1::{AttemptFailureKind, JobLease, Lease, RecordedStep, TrialStatus, WorkerRole, to_worker};
 use serde_json::{Value, json};
 use support::{Grid, PATIENCE, Session, Told, request};
 
@@ -466,6 +466,24 @@ async fn a_stopping_worker_gives_each_new_lease_back_once_and_takes_no_more() {
         );
     }
     assert_eq!(grid.sandboxes().len(), 1, "only the one that was there before");
+}
+
+/// It never happens; but what is refused is asked of somebody else, and what is dropped waits for hours.
+#[tokio::test]
+async fn a_job_for_judge_runners_is_given_back() {
+    let mut grid = Grid::new().await;
+    let executor = grid.executor();
+    let mut session = grid.session().await;
+    assert_eq!(session.hello.role(), WorkerRole::Executor);
+    let job = JobLease {
+        token: 9,
+        ..JobLease::default()
+    };
+    session.send(to_worker::Message::Job(job)).await;
+    let told = session.until(|told| !told.failures.is_empty()).await;
+    assert_eq!((told.failures[0].0, told.failures[0].1), (9, AttemptFailureKind::Released.into()));
+    assert_eq!(told.credits, 0);
+    executor.stop().await;
 }
 
 #[tokio::test]
