@@ -4,15 +4,15 @@ use std::{io::Read as _, path::Path};
 
 use evalgrid_domain::timestamp;
 use evalgrid_proto::v1::{
-    Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, RetryBatchRequest, StartBatchRequest, StartedBatch,
-    TrialStatus,
+    Batch, BatchStatus, BatchSummary, CancelBatchRequest, ListBatchesRequest, RegradeBatchRequest, RetryBatchRequest, StartBatchRequest,
+    StartedBatch, TrialStatus,
 };
 use http_body_util::BodyExt as _;
 
 use crate::{
     Failure,
     client::{self, Batches},
-    grid, http, options, output, progress, reasons, warnings,
+    grid, http, options, output, progress, reasons, regrade, warnings,
 };
 
 pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
@@ -51,6 +51,27 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
             check_fail_under(watch, fail_under)?;
             let mut batches = client::batches(&client).await?;
             let answer = batches.retry(RetryBatchRequest { id, idempotency_key }).await;
+            let started = answer.map_err(|status| client::refused(&status))?.into_inner();
+            started_as(&mut batches, &started, watch, fail_under).await
+        }
+        options::Batch::Regrade {
+            id,
+            judges,
+            cases,
+            client,
+            watch,
+            fail_under,
+            idempotency_key,
+        } => {
+            check_fail_under(watch, fail_under)?;
+            let request = RegradeBatchRequest {
+                id,
+                idempotency_key,
+                judges_json: judges.map(|file| read(&file)).transpose()?.map(Into::into),
+                cases,
+            };
+            let mut batches = client::batches(&client).await?;
+            let answer = batches.regrade(request).await;
             let started = answer.map_err(|status| client::refused(&status))?.into_inner();
             started_as(&mut batches, &started, watch, fail_under).await
         }
@@ -113,7 +134,8 @@ async fn started_as(batches: &mut Batches, started: &StartedBatch, watch: bool, 
     Ok(())
 }
 
-fn read(file: &Path) -> Result<Vec<u8>, Failure> {
+/// A file, or standard input, up to the size of a request.
+pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     let limit = evalgrid_domain::limits::MAX_START_BODY_BYTES as u64;
     // One byte above the limit is enough to see that the file is too large; the scheduler says so in its own words.
@@ -139,7 +161,7 @@ fn read(file: &Path) -> Result<Vec<u8>, Failure> {
 /// Shows the results so far.
 pub(crate) async fn show(batches: &mut Batches, batch: &Batch) -> Result<(), Failure> {
     let reasons = reasons::of(batches, batch).await;
-    output::print(&grid::render(batch, &reasons))
+    output::print(&(grid::render(batch, &reasons) + &regrade::changes(batch)))
 }
 
 /// Shows the results. A batch that ended early is a failure of the command; trials that failed are results, unless `fail_under` says how many may.

@@ -9,6 +9,7 @@ mod failure;
 mod grid;
 mod harness;
 mod http;
+mod judge;
 mod keys;
 mod objects;
 mod offline;
@@ -17,6 +18,7 @@ mod organizations;
 mod output;
 mod progress;
 mod reasons;
+mod regrade;
 mod roles;
 mod sandboxes;
 mod stop;
@@ -74,6 +76,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Executor(role) => roles::executor(role).await,
             Command::Api(role) => roles::api(role).await,
             Command::Harness(command) => harness::run(command).await,
+            Command::Judge(command) => judge::run(command).await,
             Command::Batch(command) => batch::run(command).await,
             Command::Trial(command) => trial::run(command).await,
             Command::Keys(command) => keys::run(command).await,

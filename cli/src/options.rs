@@ -2,6 +2,7 @@
 
 mod api;
 mod harness;
+mod judge;
 mod operator;
 mod organizations;
 
@@ -14,6 +15,7 @@ use evalgrid_worker::DockerPolicy;
 
 pub(crate) use api::{ApiRole, SchedulerAddress};
 pub(crate) use harness::{Harness, HostFlags, ToolFlags};
+pub(crate) use judge::Judge;
 pub(crate) use operator::{Keys, Objects, Operator, Sandboxes, Trial};
 pub(crate) use organizations::Organizations;
 
@@ -71,6 +73,9 @@ pub(crate) enum Command {
     /// Look at the agents of this host, and install them.
     #[command(subcommand)]
     Harness(Harness),
+    /// Measure how good a judge is.
+    #[command(subcommand)]
+    Judge(Judge),
     /// Start, watch and read batches.
     #[command(subcommand)]
     Batch(Batch),
@@ -385,6 +390,32 @@ pub(crate) enum Batch {
         #[arg(long, value_name = "RATE", value_parser = rate)]
         fail_under: Option<f64>,
         /// A second retry with the same key answers with the first one's batch; none by default. Example: --idempotency-key nightly-2026-09-03-again
+        #[arg(long, value_name = "KEY")]
+        idempotency_key: Option<String>,
+    },
+    /// Ask the judges of an ended batch again, or other ones, from its stored evidence, in a new batch. No agent runs.
+    #[command(after_help = "Example: evalgrid batch regrade batch_… --judges stricter.json --watch")]
+    Regrade {
+        /// The ended batch's id.
+        id: String,
+        /// A JSON array of judges, as in a request, for every case in place of its own; - for standard input; by default the batch's own. Example: --judges stricter.json
+        #[arg(long, value_name = "FILE")]
+        judges: Option<PathBuf>,
+        /// A case whose trials are judged, by its id, as often as needed; all by default. Example: --case greet --case add
+        #[arg(long = "case", value_name = "ID")]
+        cases: Vec<String>,
+        #[command(flatten)]
+        client: Client,
+        /// Stay until the new batch has ended, and show its results and what is another verdict than before. Example: --watch
+        #[arg(
+            long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
+            action = ArgAction::Set, value_parser = BoolishValueParser::new()
+        )]
+        watch: bool,
+        /// Fail (exit code 1) where fewer of the scored trials pass, or none was scored; by default any result is fine. Only with --watch. Example: --watch --fail-under 0.9
+        #[arg(long, value_name = "RATE", value_parser = rate)]
+        fail_under: Option<f64>,
+        /// A second regrade with the same key answers with the first one's batch; none by default. Example: --idempotency-key stricter-judges
         #[arg(long, value_name = "KEY")]
         idempotency_key: Option<String>,
     },

@@ -152,9 +152,52 @@ struct Board {
     cases: Vec<String>,
     variants: Vec<String>,
     /// By case, variant and ordinal.
-    trials: BTreeMap<(u32, u32, u32), TrialStatus>,
+    trials: BTreeMap<(u32, u32, u32), State>,
     /// Ids of the runs, by case and variant.
     runs: BTreeMap<(u32, u32), String>,
+}
+
+/// What a trial is about, as far as a person wants to know.
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    Status(TrialStatus),
+    /// Its agent is done, and its judges are asked.
+    Judged,
+    /// Its agent waits for the simulated person to say something.
+    Waits,
+}
+
+impl State {
+    fn of(trial: &TrialProgress) -> State {
+        let status = trial.status();
+        let person = trial.step.strip_prefix("turn.").is_some_and(|step| step.ends_with(".person"));
+        match trial.step.starts_with("judge.") {
+            _ if settled(status) => State::Status(status),
+            true => State::Judged,
+            false if person => State::Waits,
+            false => State::Status(status),
+        }
+    }
+
+    /// Without what it waits for.
+    fn status(self) -> TrialStatus {
+        match self {
+            State::Status(status) => status,
+            State::Judged | State::Waits => TrialStatus::Running,
+        }
+    }
+
+    fn sign(self) -> char {
+        match self {
+            State::Status(TrialStatus::Passed) => '✓',
+            State::Status(TrialStatus::Failed) => '✗',
+            State::Status(TrialStatus::Void) => '○',
+            State::Status(TrialStatus::Running) => '▸',
+            State::Status(TrialStatus::Queued | TrialStatus::Unspecified) => '·',
+            State::Judged => '?',
+            State::Waits => '…',
+        }
+    }
 }
 
 /// A trial that has ended, and how many had by then.
@@ -172,9 +215,12 @@ impl Board {
                 .runs
                 .iter()
                 .flat_map(|run| {
-                    run.trials
-                        .iter()
-                        .map(|trial| ((run.case_index, run.variant_index, trial.ordinal), TrialStatus::Queued))
+                    run.trials.iter().map(|trial| {
+                        (
+                            (run.case_index, run.variant_index, trial.ordinal),
+                            State::Status(TrialStatus::Queued),
+                        )
+                    })
                 })
                 .collect(),
             runs: batch
@@ -190,8 +236,8 @@ impl Board {
         let mut ended = Vec::new();
         for trial in &progress.trials {
             let key = (trial.case_index, trial.variant_index, trial.ordinal);
-            let before = self.trials.insert(key, trial.status());
-            if settled(trial.status()) && before.is_none_or(|status| !settled(status)) {
+            let before = self.trials.insert(key, State::of(trial));
+            if settled(trial.status()) && before.is_none_or(|state| !settled(state.status())) {
                 ended.push(Ended {
                     done: self.counts().0,
                     trial: trial.clone(),
@@ -202,11 +248,28 @@ impl Board {
     }
 
     fn count(&self, status: TrialStatus) -> usize {
-        self.trials.values().filter(|known| **known == status).count()
+        self.trials.values().filter(|known| known.status() == status).count()
+    }
+
+    /// What those that run wait for, where it is not their agent.
+    fn waiting_for_others(&self) -> String {
+        let count = |state: State| self.trials.values().filter(|known| **known == state).count();
+        let parts = [(count(State::Judged), "being judged"), (count(State::Waits), "in talk")];
+        let parts = parts
+            .iter()
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, what)| format!("{count} {what}"));
+        match parts.collect::<Vec<_>>().join(", ") {
+            parts if parts.is_empty() => parts,
+            parts => format!(" ({parts})"),
+        }
     }
 
     fn counts(&self) -> (usize, usize) {
-        (self.trials.values().filter(|status| settled(**status)).count(), self.trials.len())
+        (
+            self.trials.values().filter(|state| settled(state.status())).count(),
+            self.trials.len(),
+        )
     }
 
     fn line(&self, ended: &Ended, reasons: &Reasons) -> String {
@@ -234,13 +297,14 @@ impl Board {
         let (done, all) = self.counts();
         let filled = 30 * done / all.max(1);
         let bar = format!(
-            "[{}{}] {done}/{all}  {} passed  {} failed  {} void  {} running",
+            "[{}{}] {done}/{all}  {} passed  {} failed  {} void  {} running{}",
             "#".repeat(filled),
             "-".repeat(30 - filled),
             self.count(TrialStatus::Passed),
             self.count(TrialStatus::Failed),
             self.count(TrialStatus::Void),
             self.count(TrialStatus::Running),
+            self.waiting_for_others(),
         );
         let mut lines = self.rows();
         if lines.len() > ROWS || lines.iter().any(|line| line.chars().count() > COLUMNS) {
@@ -254,7 +318,7 @@ impl Board {
         let name_width = self.cases.iter().map(|name| name.chars().count()).max().unwrap_or(0);
         let cell = |case: u32, variant: u32| -> String {
             let trials = self.trials.range((case, variant, 0)..=(case, variant, u32::MAX));
-            trials.map(|(_, status)| sign(*status)).collect()
+            trials.map(|(_, state)| state.sign()).collect()
         };
         let width = |variant: usize| {
             let name = self.variants[variant].chars().count();
@@ -288,16 +352,6 @@ fn word(status: TrialStatus) -> &'static str {
         TrialStatus::Void => "void",
         TrialStatus::Running => "running",
         TrialStatus::Queued | TrialStatus::Unspecified => "queued",
-    }
-}
-
-fn sign(status: TrialStatus) -> char {
-    match status {
-        TrialStatus::Passed => '✓',
-        TrialStatus::Failed => '✗',
-        TrialStatus::Void => '○',
-        TrialStatus::Running => '▸',
-        TrialStatus::Queued | TrialStatus::Unspecified => '·',
     }
 }
 
@@ -415,6 +469,29 @@ mod tests {
             board.draw()[2],
             format!("[{}] 3/3  1 passed  1 failed  1 void  0 running", "#".repeat(30))
         );
+    }
+
+    #[test]
+    fn who_is_waited_for_is_told() {
+        use TrialStatus::{Passed, Running};
+        let mut board = board(4, &["greet"]);
+        let mut check = |ordinal, status, step: &str, row: &str, bar: &str| {
+            let trial = TrialProgress {
+                step: step.into(),
+                ..change(ordinal, status, None)
+            };
+            board.take(&BatchProgress {
+                trials: vec![trial],
+                ..BatchProgress::default()
+            });
+            let drawn = board.draw();
+            assert_eq!(drawn[1], row);
+            assert!(drawn[2].ends_with(bar), "{}", drawn[2]);
+        };
+        check(1, Running, "turn.1.agent", "greet  ▸···", "1 running");
+        check(2, Running, "turn.2.person", "greet  ▸…··", "2 running (1 in talk)");
+        check(3, Running, "judge.0", "greet  ▸…?·", "3 running (1 being judged, 1 in talk)");
+        check(3, Passed, "judge.0", "greet  ▸…✓·", "2 running (1 in talk)");
     }
 
     #[test]

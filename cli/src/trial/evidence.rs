@@ -1,20 +1,20 @@
 //! What a trial that has ended is known by: how much of its evidence there is, where its time went, and the files that were kept.
 
 use evalgrid_domain::{
-    evidence::TrialEvidence,
+    evidence::{TrialEvidence, Validation},
     ids::TrialId,
     outcome::humanise_duration,
     timing::{Span, Timing},
 };
-use evalgrid_proto::v1::{Batch, GetRunRequest, ObjectRef, TrialStatus, evidence::Place};
+use evalgrid_proto::v1::{Batch, Before, GetRunRequest, Judged, ObjectRef, TrialOutcome, TrialStatus, evidence::Place};
 
-use crate::{Failure, client, output, reasons};
+use crate::{Failure, client, output, reasons, regrade};
 
 /// Changed files and kept ones that are listed; the API has them all.
 const MAX_LISTED: usize = 20;
 
 /// A trial, what it was, and its evidence; `None` where it has none yet.
-async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<(Head, TrialEvidence)>, Failure> {
+async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<Found>, Failure> {
     let no_trial = || {
         Failure::usage(
             format!("{:?} is not the id of a trial", output::short(id, 60)),
@@ -27,15 +27,34 @@ async fn of(batches: &mut client::Batches, id: &str) -> Result<Option<(Head, Tri
     let batch = found.batch.unwrap_or_default();
     let head = head(&batch, id);
     let trials = batch.runs.into_iter().flat_map(|run| run.trials);
-    let outcome = trials.into_iter().find(|trial| trial.id == id).and_then(|trial| trial.outcome);
-    let bytes = match outcome.and_then(|outcome| outcome.evidence?.place) {
-        None => return Ok(None),
-        Some(Place::Inline(bytes)) => bytes.to_vec(),
-        Some(Place::Object(object)) => bytes(batches, &object).await?,
+    let Some(outcome) = trials.into_iter().find(|trial| trial.id == id).and_then(|trial| trial.outcome) else {
+        return Ok(None);
     };
-    serde_json::from_slice(&bytes)
-        .map(|evidence| Some((head, evidence)))
-        .map_err(|error| Failure::new(format!("the trial's evidence cannot be read: {error}"), "See the server's log."))
+    let place = outcome.evidence.as_ref().and_then(|evidence| evidence.place.as_ref());
+    let evidence = match place {
+        None if outcome.judged.is_empty() => return Ok(None),
+        None => TrialEvidence::default(),
+        Some(place) => {
+            let bytes = stored(batches, place).await?;
+            serde_json::from_slice(&bytes)
+                .map_err(|error| Failure::new(format!("the trial's evidence cannot be read: {error}"), "See the server's log."))?
+        }
+    };
+    Ok(Some(Found { head, evidence, outcome }))
+}
+
+/// What is known of a trial that has ended.
+struct Found {
+    head: Head,
+    evidence: TrialEvidence,
+    outcome: TrialOutcome,
+}
+
+async fn stored(batches: &mut client::Batches, place: &Place) -> Result<Vec<u8>, Failure> {
+    match place {
+        Place::Inline(bytes) => Ok(bytes.to_vec()),
+        Place::Object(object) => bytes(batches, object).await,
+    }
 }
 
 /// Lines that say which trial it is and how it ended.
@@ -83,7 +102,7 @@ async fn bytes(batches: &mut client::Batches, object: &ObjectRef) -> Result<Vec<
 
 /// A file that was kept.
 pub(super) async fn artifact(batches: &mut client::Batches, id: &str, path: &str) -> Result<Vec<u8>, Failure> {
-    let evidence = of(batches, id).await?.map(|(_, evidence)| evidence).unwrap_or_default();
+    let evidence = of(batches, id).await?.map(|found| found.evidence).unwrap_or_default();
     let Some(artifact) = evidence.artifacts.iter().find(|artifact| artifact.path == path) else {
         let known = evidence
             .artifacts
@@ -111,8 +130,52 @@ pub(super) async fn artifact(batches: &mut client::Batches, id: &str, path: &str
 
 /// For people; `None` where there is nothing yet. `headed`: with what the operator's report of a trial in memory says, too.
 pub(super) async fn text(batches: &mut client::Batches, id: &str, headed: bool) -> Result<Option<String>, Failure> {
-    let found = of(batches, id).await?;
-    Ok(found.map(|(head, evidence)| shown(if headed { head } else { Head::new() }, &evidence)))
+    let Some(found) = of(batches, id).await? else { return Ok(None) };
+    let mut lines = if headed { found.head } else { Head::new() };
+    for judged in &found.outcome.judged {
+        let place = judged.validation.as_ref().and_then(|validation| validation.place.as_ref());
+        // Without its record a judge still has a verdict.
+        let record: Option<Validation> = match place {
+            Some(place) => serde_json::from_slice(&stored(batches, place).await?).ok(),
+            None => None,
+        };
+        lines.push(("judge".to_owned(), judge(judged, record.as_ref())));
+    }
+    lines.extend(found.outcome.before.iter().flat_map(before));
+    Ok(Some(shown(lines, &found.evidence)))
+}
+
+/// What a judge said, and why.
+fn judge(judged: &Judged, record: Option<&Validation>) -> String {
+    let judgment = record.and_then(|record| record.judgment.as_ref());
+    let threshold = judgment.filter(|_| judged.score.is_some());
+    let threshold = threshold
+        .map(|judgment| format!(", passes from {}", judgment.threshold.0))
+        .unwrap_or_default();
+    let by = judgment
+        .map(|judgment| format!(", {} {}", judgment.evaluator, judgment.model))
+        .unwrap_or_default();
+    let why = match (&judged.choice, judgment) {
+        (None, _) => judged.error.clone(),
+        (Some(_), Some(judgment)) => judgment.reason.clone(),
+        (Some(_), None) => "there is no record of its reason".to_owned(),
+    };
+    format!("{}: {}{threshold}{by}: {why}", judged.name, regrade::said(judged))
+}
+
+/// What a trial was before it was regraded.
+fn before(before: &Before) -> Head {
+    let status = match before.status() {
+        TrialStatus::Passed => "passed",
+        TrialStatus::Failed => "failed",
+        TrialStatus::Void | TrialStatus::Queued | TrialStatus::Running | TrialStatus::Unspecified => "void",
+    };
+    let judges = before
+        .judged
+        .iter()
+        .map(|judged| format!("{}: {}", judged.name, regrade::said(judged)));
+    let said = std::iter::once(status.to_owned()).chain(judges);
+    said.map(|line| ("before the regrade".to_owned(), line)).collect()
 }
 
 fn shown(mut lines: Head, evidence: &TrialEvidence) -> String {
@@ -180,7 +243,11 @@ fn clock(ms: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use evalgrid_domain::coverage::{Channel, Coverage};
+    use evalgrid_domain::{
+        coverage::{Channel, Coverage},
+        evidence::{Judgment, ValidationKind, ValidationStatus, ValidationValue},
+    };
+    use evalgrid_proto::v1::JudgeVerdict;
 
     use super::*;
 
@@ -218,5 +285,70 @@ mod tests {
             assert!(text.lines().any(|known| known == line), "{line:?} in {text}");
         }
         assert!(!text.contains('\u{1b}'), "a terminal is not told what to do");
+    }
+
+    fn record(choice: Option<&str>) -> Validation {
+        Validation {
+            calls: Vec::new(),
+            duration_ms: None,
+            error: None,
+            exit_code: None,
+            id: "judge:0".into(),
+            index: 0,
+            input: ValidationValue::unavailable(),
+            judgment: Some(Judgment {
+                choice: choice.map(str::to_owned),
+                duration_ms: 5,
+                error: None,
+                evaluator: "openai".into(),
+                model: "m".into(),
+                name: "tone".into(),
+                reason: "It is curt.".into(),
+                score: None,
+                threshold: 0.5.into(),
+                usage: None,
+            }),
+            kind: ValidationKind::Judge,
+            logs: Vec::new(),
+            message: String::new(),
+            metadata: None,
+            name: "tone".into(),
+            output: ValidationValue::unavailable(),
+            started_at: None,
+            status: ValidationStatus::Failed,
+            truncated: false,
+        }
+    }
+
+    #[test]
+    fn what_judges_said() {
+        let judged = |choice: Option<&str>, verdict: JudgeVerdict, error: &str| Judged {
+            name: "tone".into(),
+            choice: choice.map(str::to_owned),
+            score: choice.map(|_| 0.25),
+            verdict: verdict.into(),
+            error: error.into(),
+            ..Judged::default()
+        };
+        let rude = judged(Some("rude"), JudgeVerdict::Failed, "");
+        let error = judged(None, JudgeVerdict::Error, "OPENAI_API_KEY is not set");
+        for (judged, record, expected) in [
+            (
+                &rude,
+                Some(record(Some("rude"))),
+                "tone: failed with rude (0.25), passes from 0.5, openai m: It is curt.",
+            ),
+            (&rude, None, "tone: failed with rude (0.25): there is no record of its reason"),
+            (&error, Some(record(None)), "tone: error, openai m: OPENAI_API_KEY is not set"),
+            (&error, None, "tone: error: OPENAI_API_KEY is not set"),
+        ] {
+            assert_eq!(judge(judged, record.as_ref()), expected);
+        }
+        let was = Before {
+            status: TrialStatus::Passed.into(),
+            judged: vec![rude],
+        };
+        let lines: Vec<_> = before(&was).into_iter().map(|(_, line)| line).collect();
+        assert_eq!(lines, ["passed", "tone: failed with rude (0.25)"]);
     }
 }
