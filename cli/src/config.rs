@@ -217,7 +217,7 @@ mod tests {
             let got = (
                 serve.data.data.to_str().unwrap(),
                 serve.executor.slots,
-                serve.executor.enable_process_sandbox,
+                serve.executor.sandboxes.enable_process_sandbox,
                 cli.global.log.as_str(),
             );
             assert_eq!(got, expected, "{args} {variables:?} {file:?}");

@@ -27,7 +27,7 @@ const EXPECTED: &str = include_str!("../../examples/hello/expected.json");
 pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
     let stopped = stop::on_signal()?;
     let data = folder()?;
-    let isolated = roles::bubblewrap_works(&options.executor).await;
+    let isolated = roles::bubblewrap_works(&options.executor.sandboxes).await;
     if let Err(reason) = &isolated {
         eprintln!("warning: bubblewrap does not work here ({reason}).");
         eprintln!(
@@ -37,12 +37,12 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
     let (grpc, http) = (roles::listen(free, "--grpc").await?, roles::listen(free, "--http").await?);
     let flags = SchedulerFlags::default_for_demo();
-    let policy = match options.executor.enable_process_sandbox {
+    let policy = match options.executor.sandboxes.enable_process_sandbox {
         true => ProcessPolicy::On,
         false => ProcessPolicy::IfNoBubblewrap,
     };
     let sandboxes: &[&str] = if isolated.is_ok() { &["bubblewrap"] } else { &[] };
-    let mut all = All::start(&data, grpc, http, &flags, &options.executor, policy, sandboxes).await?;
+    let mut all = All::start(&data, grpc, http, &flags, &options.executor, &options.judges, policy, sandboxes).await?;
     let key = client::secret(&all.data.join("api-key"), "the API key", "EVALGRID_API_KEY")?;
     let places = Places {
         data: all.data.clone(),

@@ -74,6 +74,7 @@ fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
             Command::Serve(serve) => roles::serve(serve).await,
             Command::Scheduler(role) => roles::scheduler(role).await,
             Command::Executor(role) => roles::executor(role).await,
+            Command::JudgeRunner(role) => roles::judge_runner(role).await,
             Command::Api(role) => roles::api(role).await,
             Command::Harness(command) => harness::run(command).await,
             Command::Judge(command) => judge::run(command).await,

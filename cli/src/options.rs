@@ -62,12 +62,14 @@ pub(crate) enum LogFormat {
 pub(crate) enum Command {
     /// Run a small suite here and now, with everything it needs in a temporary folder.
     Demo(Demo),
-    /// Run scheduler, executor and API in one process.
+    /// Run scheduler, executor, judge runner and API in one process.
     Serve(Serve),
     /// Run the scheduler alone.
     Scheduler(SchedulerRole),
     /// Run an executor alone.
     Executor(ExecutorRole),
+    /// Run a judge runner alone: it asks judges, and plays simulated people.
+    JudgeRunner(JudgeRunnerRole),
     /// Run the HTTP API alone.
     Api(ApiRole),
     /// Look at the agents of this host, and install them.
@@ -216,7 +218,17 @@ pub(crate) struct ExecutorFlags {
     /// How many trials run at once; by default 4 per processor, at least 4. Example: --slots 16
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub(crate) slots: Option<u32>,
-    /// Let trials run as bare processes, which protects this machine from nothing that an agent does. Example: --enable-process-sandbox
+    /// How many minutes the sandbox of a trial that did not pass stays, for `sandboxes enter`; 0: it is destroyed at once. Example: --keep-failed 30
+    #[arg(long, value_name = "MINUTES", default_value = "0", value_parser = clap::value_parser!(u64).range(0..=1_440))]
+    pub(crate) keep_failed: u64,
+    #[command(flatten)]
+    pub(crate) sandboxes: SandboxFlags,
+}
+
+/// The sandboxes of a worker, and the agents in them.
+#[derive(Args, Debug)]
+pub(crate) struct SandboxFlags {
+    /// Let agents run as bare processes, which protects this machine from nothing that an agent does. Example: --enable-process-sandbox
     #[arg(
         long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false",
         action = ArgAction::Set, value_parser = BoolishValueParser::new()
@@ -243,9 +255,6 @@ pub(crate) struct ExecutorFlags {
     /// Processes and threads that a sandbox may have, where this machine can limit it. Example: --sandbox-pids 4096
     #[arg(long, value_name = "N", default_value = "1024", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
     pub(crate) sandbox_pids: u32,
-    /// How many minutes the sandbox of a trial that did not pass stays, for `sandboxes enter`; 0: it is destroyed at once. Example: --keep-failed 30
-    #[arg(long, value_name = "MINUTES", default_value = "0", value_parser = clap::value_parser!(u64).range(0..=1_440))]
-    pub(crate) keep_failed: u64,
     #[command(flatten)]
     pub(crate) tools: ToolFlags,
 }
@@ -255,6 +264,26 @@ pub(crate) struct ExecutorFlags {
 pub(crate) struct Demo {
     #[command(flatten)]
     pub(crate) executor: ExecutorFlags,
+    #[command(flatten)]
+    pub(crate) judges: JudgeFlags,
+}
+
+/// The judge runner in a process with other roles.
+#[derive(Args, Debug)]
+pub(crate) struct JudgeFlags {
+    /// How many judges and simulated people are asked at once; 0: none here, for judge runners elsewhere. Example: --judge-slots 64
+    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    pub(crate) judge_slots: u32,
+    #[command(flatten)]
+    pub(crate) models: ModelFlags,
+}
+
+/// How models are called that judge or play people.
+#[derive(Args, Debug)]
+pub(crate) struct ModelFlags {
+    /// The HTTP proxy through which models are called that judge or play people; none by default. Example: --model-proxy http://10.0.0.9:3128
+    #[arg(long, value_name = "URL")]
+    pub(crate) model_proxy: Option<String>,
 }
 
 #[derive(Args, Debug)]
@@ -270,6 +299,8 @@ pub(crate) struct Serve {
     pub(crate) scheduler: SchedulerFlags,
     #[command(flatten)]
     pub(crate) executor: ExecutorFlags,
+    #[command(flatten)]
+    pub(crate) judges: JudgeFlags,
 }
 
 #[derive(Args, Debug)]
@@ -300,6 +331,30 @@ pub(crate) struct ExecutorRole {
     pub(crate) data: Data,
     #[command(flatten)]
     pub(crate) executor: ExecutorFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Example: EVALGRID_WORKER_TOKEN=… evalgrid judge-runner --scheduler http://10.0.0.5:8701 --work /var/lib/evalgrid-judges"
+)]
+pub(crate) struct JudgeRunnerRole {
+    /// The judge runner's own folder, where its sandboxes live. Example: --work /var/lib/evalgrid-judges
+    #[arg(long, value_name = "DIR", default_value = "evalgrid-judges")]
+    pub(crate) work: PathBuf,
+    #[command(flatten)]
+    pub(crate) scheduler: SchedulerAddress,
+    /// The workers' token; by default the file worker-token in --data. Better given as a variable. Example: EVALGRID_WORKER_TOKEN=…
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) worker_token: Option<String>,
+    #[command(flatten)]
+    pub(crate) data: Data,
+    /// How many judges and simulated people are asked at once. Example: --slots 64
+    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) slots: u32,
+    #[command(flatten)]
+    pub(crate) models: ModelFlags,
+    #[command(flatten)]
+    pub(crate) sandboxes: SandboxFlags,
 }
 
 /// How a client finds the server, and says who it is.

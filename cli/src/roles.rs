@@ -12,6 +12,7 @@ use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_domain::{credential, provider, request::Harness};
 use evalgrid_executor::ExecutorOptions;
 use evalgrid_harness::Source;
+use evalgrid_judge_runner::{JudgeRunnerError, JudgeRunnerOptions, http::HttpOptions};
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, DockerImage, Limits};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
 use evalgrid_store::{
@@ -28,6 +29,8 @@ const SLOTS_PER_PROCESSOR: usize = 4;
 const FEWEST_SLOTS: usize = 4;
 /// Below the data folder: where the executor of `serve` lives.
 pub(crate) const WORK: &str = "work";
+/// Below the data folder: where the judge runner of `serve` lives.
+const JUDGES: &str = "judges";
 /// What to do where no sandbox works.
 const NO_SANDBOX: &str =
     "Install bubblewrap; or, where agents are trusted as much as you are, let them run as plain processes with --enable-process-sandbox.";
@@ -39,11 +42,12 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
     let stopped = stop::on_signal()?;
     let grpc = listen(options.grpc.grpc, "--grpc").await?;
     let http = listen(options.http.http, "--http").await?;
-    let policy = process_policy(&options.executor);
+    let sandboxes = &options.executor.sandboxes;
+    let policy = process_policy(sandboxes);
     let mut isolated = Vec::new();
-    let bubblewrap = bubblewrap_works(&options.executor).await;
+    let bubblewrap = bubblewrap_works(sandboxes).await;
     isolated.extend(bubblewrap.is_ok().then_some("bubblewrap"));
-    isolated.extend(docker_works(&options.executor).await?.then_some("docker"));
+    isolated.extend(docker_works(sandboxes).await?.then_some("docker"));
     if let (Err(reason), true, ProcessPolicy::Off) = (&bubblewrap, isolated.is_empty(), policy) {
         return Err(Failure::new(format!("no sandbox works here: {reason}"), NO_SANDBOX));
     }
@@ -53,6 +57,7 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
         http,
         &options.scheduler,
         &options.executor,
+        &options.judges,
         policy,
         &isolated,
     )
@@ -125,20 +130,42 @@ pub(crate) async fn scheduler(options: options::SchedulerRole) -> Result<(), Fai
 /// `executor`.
 pub(crate) async fn executor(options: options::ExecutorRole) -> Result<(), Failure> {
     let stopped = stop::on_signal()?;
-    let token = match &options.worker_token {
-        Some(token) => token.clone(),
-        None => client::secret(
-            &options.data.data.join("worker-token"),
-            "the workers' token",
-            "EVALGRID_WORKER_TOKEN",
-        )?,
-    };
-    let policy = process_policy(&options.executor);
-    let worker = worker_options(options.work, options.scheduler.schedulers, token, &options.executor, policy)?;
-    let executor = executor_options(worker, &options.executor);
+    let token = worker_token(options.worker_token, &options.data.data)?;
+    let policy = process_policy(&options.executor.sandboxes);
+    let executor = executor_options(options.work, options.scheduler.schedulers, token, &options.executor, policy)?;
     evalgrid_executor::run(executor, stopped)
         .await
         .map_err(|error| executor_ended(&error))
+}
+
+/// `judge-runner`.
+pub(crate) async fn judge_runner(options: options::JudgeRunnerRole) -> Result<(), Failure> {
+    let stopped = stop::on_signal()?;
+    let token = worker_token(options.worker_token, &options.data.data)?;
+    let flags = &options.sandboxes;
+    let worker = worker_options(
+        options.work,
+        options.scheduler.schedulers,
+        token,
+        options.slots,
+        flags,
+        process_policy(flags),
+    )?;
+    let judge_runner = JudgeRunnerOptions {
+        worker,
+        http: http_options(&options.models),
+    };
+    evalgrid_judge_runner::run(judge_runner, stopped)
+        .await
+        .map_err(|error| judge_runner_ended(&error))
+}
+
+/// The workers' token as given, or as the scheduler on this machine keeps it.
+fn worker_token(given: Option<String>, data: &Path) -> Result<String, Failure> {
+    match given {
+        Some(token) => Ok(token),
+        None => client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN"),
+    }
 }
 
 /// `api`.
@@ -200,6 +227,7 @@ impl All {
         http: TcpListener,
         scheduler: &options::SchedulerFlags,
         executor: &options::ExecutorFlags,
+        judges: &options::JudgeFlags,
         policy: ProcessPolicy,
         isolated: &[&'static str],
     ) -> Result<All, Failure> {
@@ -218,13 +246,22 @@ impl All {
                 "--sandbox-map lets {name} run on {provider}, which does not work here ({offered} does): its trials wait for another executor"
             );
         }
-        let own = executor.tools.harness_binary.iter().map(|(harness, _)| harness);
+        let own = executor.sandboxes.tools.harness_binary.iter().map(|(harness, _)| harness);
         let own = harnesses(scheduler.own_harnesses.iter().chain(own));
         let opened = open(data, scheduler, &providers, |choices| choices.harnesses = own).await?;
         let data = absolute(data);
         let token = client::secret(&data.join("worker-token"), "the workers' token", "EVALGRID_WORKER_TOKEN")?;
-        let worker = worker_options(data.join(WORK), vec![grpc_url.clone()], token, executor, policy)?;
-        let executor = executor_options(worker, executor);
+        let schedulers = vec![grpc_url.clone()];
+        let executor = executor_options(data.join(WORK), schedulers.clone(), token.clone(), executor, policy)?;
+        let judge_runner = (judges.judge_slots > 0).then(|| JudgeRunnerOptions {
+            worker: WorkerOptions {
+                work: data.join(JUDGES),
+                slots: judges.judge_slots,
+                // Its agents are the executor's: installed once.
+                ..executor.worker.clone()
+            },
+            http: http_options(&judges.models),
+        });
         let (stop_front, front_stopped) = watch::channel(false);
         let (stop_scheduler, scheduler_stopped) = watch::channel(false);
         let first_key = opened.first_key().map(str::to_owned);
@@ -240,6 +277,14 @@ impl All {
         let api = ApiOptions::one_cell(vec![grpc_url.clone()]);
         let stopped = front_stopped.clone();
         front.spawn(async move { evalgrid_api::serve(http, api, stopped).await.map_err(|error| ended("API", &error)) });
+        if let Some(judge_runner) = judge_runner {
+            let stopped = front_stopped.clone();
+            front.spawn(async move {
+                evalgrid_judge_runner::run(judge_runner, stopped)
+                    .await
+                    .map_err(|error| judge_runner_ended(&error))
+            });
+        }
         front.spawn(async move {
             evalgrid_executor::run(executor, front_stopped)
                 .await
@@ -428,25 +473,40 @@ fn environment(named: &[String], read: impl Fn(&str) -> Option<String>) -> Resul
     Ok(values)
 }
 
-fn process_policy(flags: &options::ExecutorFlags) -> ProcessPolicy {
+fn process_policy(flags: &options::SandboxFlags) -> ProcessPolicy {
     match flags.enable_process_sandbox {
         true => ProcessPolicy::On,
         false => ProcessPolicy::Off,
     }
 }
 
-fn executor_options(worker: WorkerOptions, flags: &options::ExecutorFlags) -> ExecutorOptions {
-    ExecutorOptions {
-        worker,
-        keep_failed: Duration::from_secs(60 * flags.keep_failed),
+fn http_options(flags: &options::ModelFlags) -> HttpOptions {
+    HttpOptions {
+        proxy: flags.model_proxy.clone(),
+        ..HttpOptions::default()
     }
+}
+
+fn executor_options(
+    work: PathBuf,
+    schedulers: Vec<String>,
+    worker_token: String,
+    flags: &options::ExecutorFlags,
+    process_sandbox: ProcessPolicy,
+) -> Result<ExecutorOptions, Failure> {
+    let slots = flags.slots.unwrap_or_else(default_slots);
+    Ok(ExecutorOptions {
+        worker: worker_options(work, schedulers, worker_token, slots, &flags.sandboxes, process_sandbox)?,
+        keep_failed: Duration::from_secs(60 * flags.keep_failed),
+    })
 }
 
 fn worker_options(
     work: PathBuf,
     schedulers: Vec<String>,
     worker_token: String,
-    flags: &options::ExecutorFlags,
+    slots: u32,
+    flags: &options::SandboxFlags,
     process_sandbox: ProcessPolicy,
 ) -> Result<WorkerOptions, Failure> {
     let supervisor_executable = std::env::current_exe()
@@ -455,7 +515,7 @@ fn worker_options(
         work: absolute(&work),
         schedulers,
         worker_token,
-        slots: flags.slots.unwrap_or_else(default_slots),
+        slots,
         process_sandbox,
         docker: DockerUse {
             policy: flags.docker.clone(),
@@ -481,7 +541,7 @@ fn default_slots() -> u32 {
 }
 
 /// Whether bubblewrap can make a sandbox here; if not, why.
-pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(), String> {
+pub(crate) async fn bubblewrap_works(flags: &options::SandboxFlags) -> Result<(), String> {
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
     let options = BubblewrapOptions {
         network: flags.sandbox_network.clone(),
@@ -494,10 +554,10 @@ pub(crate) async fn bubblewrap_works(flags: &options::ExecutorFlags) -> Result<(
 }
 
 /// Whether Docker makes sandboxes here, as the flags have it.
-async fn docker_works(flags: &options::ExecutorFlags) -> Result<bool, Failure> {
+async fn docker_works(flags: &options::SandboxFlags) -> Result<bool, Failure> {
     let failed = |error: io::Error| Failure::new(format!("no temporary folder can be made: {error}"), "Is the disk full?");
     let folder = tempfile::tempdir().map_err(failed)?;
-    let options = worker_options(folder.path().to_owned(), Vec::new(), String::new(), flags, ProcessPolicy::Off)?;
+    let options = worker_options(folder.path().to_owned(), Vec::new(), String::new(), 1, flags, ProcessPolicy::Off)?;
     // The worker says why not.
     Ok(matches!(evalgrid_worker::open_docker(&options, "probe").await, Some(Ok(_))))
 }
@@ -554,6 +614,13 @@ fn executor_ended(error: &WorkerError) -> Failure {
     match error {
         WorkerError::NoSandbox(_) => Failure::new(error.to_string(), NO_SANDBOX),
         error => ended("executor", error),
+    }
+}
+
+fn judge_runner_ended(error: &JudgeRunnerError) -> Failure {
+    match error {
+        JudgeRunnerError::Worker(WorkerError::NoSandbox(_)) => Failure::new(error.to_string(), NO_SANDBOX),
+        error => ended("judge runner", error),
     }
 }
 
