@@ -64,6 +64,39 @@ fn a_variable_of_no_flag_is_told() {
     assert!(err.contains("EVALGRID_SLOT is the variable of no flag"), "{err}");
 }
 
+/// Nothing that answers is needed: what is wrong with the file, and with the key, is seen before anybody is asked.
+#[test]
+fn a_calibration_that_cannot_be_says_whose_fault_it_is() {
+    let check = |file: &Path, key: Option<&str>, code: i32, word: &str| {
+        let mut command = Command::new(EVALGRID);
+        command.args(["judge", "calibrate"]).arg(file).env_remove("OPENAI_API_KEY");
+        command.envs(key.map(|key| ("OPENAI_API_KEY", key)));
+        let output = command.output().unwrap();
+        let (out, err) = (text(&output.stdout), text(&output.stderr));
+        assert_eq!((output.status.code(), out.as_str()), (Some(code), ""), "{err}");
+        assert!(err.contains(word), "{word:?} is not in {err:?}");
+    };
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/calibrate.json");
+    let folder = tempfile::tempdir().unwrap();
+    let put = |name: &str, content: &str| {
+        let path = folder.path().join(name);
+        fs::write(&path, content).unwrap();
+        path
+    };
+    let good = fs::read_to_string(&example).unwrap();
+    let harness = good.replace("\"provider\": \"openai\"", "\"harness\": \"codex\"");
+    check(&example, None, 69, "OPENAI_API_KEY is not set");
+    check(Path::new("/nowhere.json"), Some("k"), 2, "/nowhere.json");
+    check(&put("no.json", "{"), Some("k"), 65, "no.json");
+    check(
+        &put("label.json", &good.replace("\"label\": \"empty\"", "\"label\": \"odd\"")),
+        Some("k"),
+        65,
+        "items[2].label",
+    );
+    check(&put("harness.json", &harness), Some("k"), 65, "judge.harness");
+}
+
 #[test]
 fn failures_end_with_one_and_say_what_to_do() {
     fn check(args: &[&str], words: &[&str]) {
