@@ -90,6 +90,9 @@ fn text(report: &TrialReport) -> String {
             lines.push(("steps", report.steps.join(", ")));
         }
     }
+    if !report.waits_for.is_empty() {
+        lines.push(("waits for", report.waits_for.clone()));
+    }
     lines.extend(report.lost_attempts.iter().map(|reason| ("lost", reason.clone())));
     lines.push(("last progress", timestamp::format(report.progress_at_ms)));
     let row = |(name, value): &(&str, String)| format!("{name:22}{}\n", output::plain(value));
@@ -111,6 +114,7 @@ mod tests {
             worker_id: Some("w\u{1b}[1m".into()),
             steps: vec!["source".into(), "turn.1.agent".into()],
             lost_attempts: vec!["it was gone".into()],
+            waits_for: "a judge runner, and none is connected".into(),
             ..TrialReport::default()
         };
         let text = text(&report);
@@ -118,6 +122,7 @@ mod tests {
             "case                  add, trial 2",
             "steps                 source, turn.1.agent",
             "lost                  it was gone",
+            "waits for             a judge runner, and none is connected",
         ] {
             assert!(text.lines().any(|known| known == line), "{line:?} in {text}");
         }

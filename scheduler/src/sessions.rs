@@ -139,6 +139,15 @@ impl Sessions {
         sessions.flat_map(|(worker_id, session)| session.foreign.iter().map(move |name| (worker_id.as_str(), name.as_str())))
     }
 
+    /// Whether some connected worker of a role has sandboxes of a provider; of any where `provider` is empty.
+    pub fn offers(&self, role: v1::WorkerRole, provider: &str) -> bool {
+        let fits = |session: &Session| {
+            let asks = session.role == v1::WorkerRole::JudgeRunner;
+            asks == (role == v1::WorkerRole::JudgeRunner) && (provider.is_empty() || session.providers.iter().any(|name| name == provider))
+        };
+        self.by_worker.values().any(fits)
+    }
+
     /// Whether a connected worker asks judges and people.
     pub fn is_judge_runner(&self, worker_id: &str) -> bool {
         let session = self.by_worker.get(worker_id);

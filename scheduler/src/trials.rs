@@ -1,13 +1,13 @@
 //! Single trials for the operator: where one stands, and its end by hand where nothing else ends it.
 
 use evalgrid_domain::{ids::TrialId, limits::MAX_FAILURE, redact::Redactor};
-use evalgrid_proto::v1;
-use evalgrid_workflow::{Phase, State, TrialKey, decide};
+use evalgrid_proto::v1::{self, WorkerRole};
+use evalgrid_workflow::{Batch, Job, JobPhase, Phase, Target, TrialKey, decide};
 use tonic::Status;
 
 use crate::{
     auth::stopping,
-    engine::Engine,
+    engine::{Core, Engine},
     refusals::{bad_request, refused},
 };
 
@@ -23,7 +23,7 @@ fn parse(id: &str) -> Result<TrialKey, Status> {
 /// Where a trial stands. Only those of batches in memory are known here; the others have their verdicts in their batches.
 pub async fn show(engine: &Engine, id: &str) -> Result<v1::TrialReport, Status> {
     let key = parse(id)?;
-    let found = engine.settled_turn(|core| report(&core.state, key));
+    let found = engine.settled_turn(|core| report(core, key));
     found
         .await
         .map_err(|_| stopping())?
@@ -42,14 +42,15 @@ pub async fn resolve(engine: &Engine, id: &str, reason: &str) -> Result<v1::Tria
     let resolved = engine.settled_turn(|core| {
         let event = decide::resolve(&core.state, key, &reason, core.now_ms())?;
         core.commit(event);
-        report(&core.state, key).ok_or(decide::Refusal::NoOpenTrial)
+        report(core, key).ok_or(decide::Refusal::NoOpenTrial)
     });
     let report = resolved.await.map_err(|_| stopping())?.map_err(|error| refused(&error))?;
     tracing::warn!(trial = id, reason, "the operator has resolved a trial");
     Ok(report)
 }
 
-fn report(state: &State, key: TrialKey) -> Option<v1::TrialReport> {
+fn report(core: &Core, key: TrialKey) -> Option<v1::TrialReport> {
+    let state = &core.state;
     let batch = state.batch(&key.batch)?;
     let trial = batch.trial(key)?;
     let (case, _) = batch.coordinates(key.run);
@@ -73,5 +74,30 @@ fn report(state: &State, key: TrialKey) -> Option<v1::TrialReport> {
         sandbox: trial.sandbox.clone(),
         worker_id: holder.map(|lease| lease.worker_id.clone()),
         local: batch.local.is_some(),
+        waits_for: waits_for(core, batch, key).unwrap_or_default(),
+    })
+}
+
+/// Whom a trial waits for, and whether there is one.
+fn waits_for(core: &Core, batch: &Batch, key: TrialKey) -> Option<String> {
+    let trial = batch.trial(key).filter(|_| batch.local.is_none())?;
+    let provider = batch.variants.get(batch.coordinates(key.run).1)?.provider.as_str();
+    let (role, who, provider) = match &trial.phase {
+        Phase::Queued { .. } => (WorkerRole::Executor, "an executor", provider),
+        Phase::Conversing(_) | Phase::Judging(_) => {
+            let waits = |job: &Job| matches!(job.phase, JobPhase::Waits { .. });
+            let (part, _) = trial.jobs().find(|(_, job)| waits(job))?;
+            let harness = !batch.answerer(Target { trial: key, part })?.harness.is_empty();
+            (WorkerRole::JudgeRunner, "a judge runner", if harness { provider } else { "" })
+        }
+        Phase::Leased { .. } | Phase::Settled(_) => return None,
+    };
+    let kind = match provider {
+        "" => String::new(),
+        provider => format!(" with {provider} sandboxes"),
+    };
+    Some(match core.sessions.offers(role, provider) {
+        true => format!("a free place at {who}{kind}"),
+        false => format!("{who}{kind}, and none is connected"),
     })
 }

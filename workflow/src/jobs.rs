@@ -456,8 +456,13 @@ impl State {
             _ => return illegal("an ask under a token that holds no job"),
         };
         self.job_mut(target)?.asked = true;
-        if let Some(trial) = self.trial_mut(target.trial) {
-            trial.progress_ms = at_ms;
+        let Some(trial) = self.trial_mut(target.trial) else {
+            return illegal("an ask for no trial");
+        };
+        trial.progress_ms = at_ms;
+        // Who asks in a sandbox has made it.
+        if let Some(name) = trial.sandbox_of(target.part).map(str::to_owned) {
+            self.seen(&name);
         }
         Ok(())
     }

@@ -307,7 +307,7 @@ impl State {
     }
 
     /// There is a sign of the sandbox.
-    fn seen(&mut self, name: &str) {
+    pub(crate) fn seen(&mut self, name: &str) {
         if let Some(sandbox) = self.custody.get_mut(name)
             && !sandbox.created
         {
