@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use evalgrid_domain::evidence::{TrialEvidence, Validation, ValidationStatus, ValidationValue, ValueState};
-use evalgrid_proto::v1::{Batch, GetRunRequest, ObjectRef, Run, Trial, TrialProgress, TrialStatus, evidence::Place};
+use evalgrid_proto::v1::{Batch, GetRunRequest, JudgeVerdict, ObjectRef, Run, Trial, TrialProgress, TrialStatus, evidence::Place};
 
 use crate::client::Batches;
 
@@ -33,7 +33,8 @@ pub(crate) async fn of(batches: &mut Batches, batch: &Batch) -> Reasons {
                 }
                 _ => None,
             };
-            reasons.extend(evidence.and_then(|bytes| reason(&bytes)).map(|reason| (key(run, trial), reason)));
+            let why = evidence.and_then(|bytes| reason(&bytes)).or_else(|| judged(trial));
+            reasons.extend(why.map(|reason| (key(run, trial), reason)));
         }
     }
     reasons
@@ -57,9 +58,11 @@ pub(crate) async fn of_ended(batches: &mut Batches, runs: &BTreeMap<(u32, u32), 
         let batch = answer.into_inner().batch.unwrap_or_default();
         for run in &batch.runs {
             for trial in run.trials.iter().filter(|trial| trial.status() == TrialStatus::Failed) {
-                if let Some(Place::Inline(bytes)) = place(trial) {
-                    reasons.extend(reason(bytes).map(|reason| (key(run, trial), reason)));
-                }
+                let checks = match place(trial) {
+                    Some(Place::Inline(bytes)) => reason(bytes),
+                    _ => None,
+                };
+                reasons.extend(checks.or_else(|| judged(trial)).map(|reason| (key(run, trial), reason)));
             }
         }
     }
@@ -107,6 +110,21 @@ fn reason(evidence: &[u8]) -> Option<String> {
     })
 }
 
+/// What the first judge picked that said no, and why where that is at hand.
+fn judged(trial: &Trial) -> Option<String> {
+    let mut judges = trial.outcome.as_ref()?.judged.iter();
+    let judged = judges.find(|judged| judged.verdict() == JudgeVerdict::Failed)?;
+    let place = judged.validation.as_ref().and_then(|validation| validation.place.as_ref());
+    let record: Option<Validation> = match place {
+        Some(Place::Inline(bytes)) => serde_json::from_slice(bytes).ok(),
+        _ => None,
+    };
+    let why = record.and_then(|record| record.judgment).map(|judgment| judgment.reason);
+    let picked = cut(judged.choice.as_deref().unwrap_or_default());
+    let said = format!("the judge {} picked {picked}", cut(&judged.name));
+    Some(why.map_or(said.clone(), |why| format!("{said}: {}", cut(&why))))
+}
+
 /// The last line of what the check printed, errors first.
 fn last_line(validation: &Validation) -> Option<&str> {
     let errors = validation.logs.iter().rev().map(|log| &log.value);
@@ -128,7 +146,8 @@ fn cut(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use evalgrid_domain::evidence::{LogLevel, ValidationKind, ValidationLog, VerifyStep};
+    use evalgrid_domain::evidence::{Judgment, LogLevel, ValidationKind, ValidationLog, VerifyStep};
+    use evalgrid_proto::v1::{Evidence, Judged, TrialOutcome};
 
     use super::*;
 
@@ -195,6 +214,51 @@ mod tests {
         let long = "x".repeat(200);
         let cut = format!("`{}…` exited with 1", "x".repeat(99));
         check(vec![validation(&long, Some(1), "", "")], &[], Some(&cut));
+    }
+
+    #[test]
+    fn a_judge_that_said_no_is_a_reason() {
+        let mut record = validation("", None, "", "");
+        record.judgment = Some(Judgment {
+            choice: Some("rude".into()),
+            duration_ms: 1,
+            error: None,
+            evaluator: "openai".into(),
+            model: "m".into(),
+            name: "tone".into(),
+            reason: "It is curt.".into(),
+            score: Some(0.into()),
+            threshold: 1.into(),
+            usage: None,
+        });
+        let place = Place::Inline(serde_json::to_vec(&record).unwrap().into());
+        let judge = |name: &str, verdict: JudgeVerdict, place: Option<Place>| Judged {
+            name: name.into(),
+            verdict: verdict.into(),
+            choice: Some("rude".into()),
+            validation: place.map(|place| Evidence { place: Some(place) }),
+            ..Judged::default()
+        };
+        let check = |judges: Vec<Judged>, expected: Option<&str>| {
+            let outcome = TrialOutcome {
+                judged: judges,
+                ..TrialOutcome::default()
+            };
+            let trial = Trial {
+                outcome: Some(outcome),
+                ..Trial::default()
+            };
+            assert_eq!(judged(&trial).as_deref(), expected);
+        };
+        let passed = || judge("length", JudgeVerdict::Passed, None);
+        check(vec![], None);
+        check(vec![passed()], None);
+        check(
+            vec![passed(), judge("tone", JudgeVerdict::Failed, None)],
+            Some("the judge tone picked rude"),
+        );
+        let whole = judge("tone", JudgeVerdict::Failed, Some(place));
+        check(vec![whole], Some("the judge tone picked rude: It is curt."));
     }
 
     #[test]
