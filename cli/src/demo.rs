@@ -13,7 +13,7 @@ use crate::{
     Failure, batch, client, http,
     options::{self, SchedulerFlags},
     output, progress,
-    roles::{self, All},
+    roles::{self, All, Workers},
     stop,
 };
 
@@ -42,7 +42,13 @@ pub(crate) async fn run(options: options::Demo) -> Result<(), Failure> {
         false => ProcessPolicy::IfNoBubblewrap,
     };
     let sandboxes: &[&str] = if isolated.is_ok() { &["bubblewrap"] } else { &[] };
-    let mut all = All::start(&data, grpc, http, &flags, &options.executor, &options.judges, policy, sandboxes).await?;
+    let workers = Workers {
+        executor: &options.executor,
+        judges: &options.judges,
+        policy,
+        isolated: sandboxes,
+    };
+    let mut all = All::start(&data, grpc, http, &flags, workers).await?;
     let key = client::secret(&all.data.join("api-key"), "the API key", "EVALGRID_API_KEY")?;
     let places = Places {
         data: all.data.clone(),

@@ -5,28 +5,26 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 use evalgrid_api::{ApiOptions, CellAddresses};
 use evalgrid_domain::{credential, provider, request::Harness};
-use evalgrid_executor::ExecutorOptions;
 use evalgrid_harness::Source;
-use evalgrid_judge_runner::{JudgeRunnerError, JudgeRunnerOptions, http::HttpOptions};
-use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, DockerImage, Limits};
+use evalgrid_judge_runner::{JudgeRunnerError, JudgeRunnerOptions};
 use evalgrid_scheduler::{CellOptions, OpenError, Scheduler, SchedulerOptions, Tokens};
 use evalgrid_store::{
     IndexError, LogError,
     redis::{RedisOptions, RedisUrlError},
 };
-use evalgrid_worker::{DockerUse, ProcessPolicy, WorkerError, WorkerOptions};
-use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
+use evalgrid_worker::{ProcessPolicy, WorkerError, WorkerOptions};
+use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 
-use crate::{Failure, client, harness, options, output, stop};
+pub(crate) use self::workers::bubblewrap_works;
+use self::workers::{docker_works, executor_options, http_options, process_policy, worker_options};
+use crate::{Failure, client, options, output, stop};
 
-/// Trials at once per processor: an agent mostly waits for its model.
-const SLOTS_PER_PROCESSOR: usize = 4;
-const FEWEST_SLOTS: usize = 4;
+mod workers;
+
 /// Below the data folder: where the executor of `serve` lives.
 pub(crate) const WORK: &str = "work";
 /// Below the data folder: where the judge runner of `serve` lives.
@@ -34,8 +32,6 @@ const JUDGES: &str = "judges";
 /// What to do where no sandbox works.
 const NO_SANDBOX: &str =
     "Install bubblewrap; or, where agents are trusted as much as you are, let them run as plain processes with --enable-process-sandbox.";
-/// Making one sandbox to see whether bubblewrap works.
-const PROBE_DEADLINE: Duration = Duration::from_secs(30);
 
 /// `serve`.
 pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
@@ -56,10 +52,12 @@ pub(crate) async fn serve(options: options::Serve) -> Result<(), Failure> {
         grpc,
         http,
         &options.scheduler,
-        &options.executor,
-        &options.judges,
-        policy,
-        &isolated,
+        Workers {
+            executor: &options.executor,
+            judges: &options.judges,
+            policy,
+            isolated: &isolated,
+        },
     )
     .await?;
     let data = all.data.display();
@@ -206,6 +204,15 @@ fn cells(given: &[String]) -> Result<Vec<CellAddresses>, Failure> {
     Ok(cells)
 }
 
+/// The workers of [`All`].
+pub(crate) struct Workers<'a> {
+    pub(crate) executor: &'a options::ExecutorFlags,
+    pub(crate) judges: &'a options::JudgeFlags,
+    pub(crate) policy: ProcessPolicy,
+    /// Providers that isolate and work here; the first runs what asks for e2b.
+    pub(crate) isolated: &'a [&'static str],
+}
+
 /// All roles in this process.
 pub(crate) struct All {
     pub(crate) data: PathBuf,
@@ -219,18 +226,20 @@ pub(crate) struct All {
 }
 
 impl All {
-    /// Opens the data folder and starts the roles on the listeners. `isolated`: providers that isolate and work here; the first runs what
-    /// asks for e2b.
+    /// Opens the data folder and starts the roles on the listeners.
     pub(crate) async fn start(
         data: &Path,
         grpc: TcpListener,
         http: TcpListener,
         scheduler: &options::SchedulerFlags,
-        executor: &options::ExecutorFlags,
-        judges: &options::JudgeFlags,
-        policy: ProcessPolicy,
-        isolated: &[&'static str],
+        workers: Workers<'_>,
     ) -> Result<All, Failure> {
+        let Workers {
+            executor,
+            judges,
+            policy,
+            isolated,
+        } = workers;
         let mut providers = isolated.to_vec();
         if isolated.is_empty() || policy == ProcessPolicy::On {
             providers.push("process");
@@ -471,95 +480,6 @@ fn environment(named: &[String], read: impl Fn(&str) -> Option<String>) -> Resul
         values.insert(name.clone(), value);
     }
     Ok(values)
-}
-
-fn process_policy(flags: &options::SandboxFlags) -> ProcessPolicy {
-    match flags.enable_process_sandbox {
-        true => ProcessPolicy::On,
-        false => ProcessPolicy::Off,
-    }
-}
-
-fn http_options(flags: &options::ModelFlags) -> HttpOptions {
-    HttpOptions {
-        proxy: flags.model_proxy.clone(),
-        ..HttpOptions::default()
-    }
-}
-
-fn executor_options(
-    work: PathBuf,
-    schedulers: Vec<String>,
-    worker_token: String,
-    flags: &options::ExecutorFlags,
-    process_sandbox: ProcessPolicy,
-) -> Result<ExecutorOptions, Failure> {
-    let slots = flags.slots.unwrap_or_else(default_slots);
-    Ok(ExecutorOptions {
-        worker: worker_options(work, schedulers, worker_token, slots, &flags.sandboxes, process_sandbox)?,
-        keep_failed: Duration::from_secs(60 * flags.keep_failed),
-    })
-}
-
-fn worker_options(
-    work: PathBuf,
-    schedulers: Vec<String>,
-    worker_token: String,
-    slots: u32,
-    flags: &options::SandboxFlags,
-    process_sandbox: ProcessPolicy,
-) -> Result<WorkerOptions, Failure> {
-    let supervisor_executable = std::env::current_exe()
-        .map_err(|error| Failure::new(format!("this program cannot find its own file: {error}"), "Is /proc mounted?"))?;
-    Ok(WorkerOptions {
-        work: absolute(&work),
-        schedulers,
-        worker_token,
-        slots,
-        process_sandbox,
-        docker: DockerUse {
-            policy: flags.docker.clone(),
-            image: match &flags.docker_file {
-                Some(path) => DockerImage::File(absolute(path)),
-                None => DockerImage::Name(flags.docker_image.clone()),
-            },
-            cpus: flags.docker_cpus,
-        },
-        network: flags.sandbox_network.clone(),
-        supervisor_executable,
-        limits: Limits {
-            memory_bytes: flags.sandbox_memory << 20,
-            pids: flags.sandbox_pids,
-        },
-        tools: harness::options(&absolute(&work), &flags.tools),
-    })
-}
-
-fn default_slots() -> u32 {
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    u32::try_from((processors * SLOTS_PER_PROCESSOR).max(FEWEST_SLOTS)).unwrap_or(u32::MAX)
-}
-
-/// Whether bubblewrap can make a sandbox here; if not, why.
-pub(crate) async fn bubblewrap_works(flags: &options::SandboxFlags) -> Result<(), String> {
-    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-    let options = BubblewrapOptions {
-        network: flags.sandbox_network.clone(),
-        ..BubblewrapOptions::default()
-    };
-    let provider = BubblewrapProvider::new(folder.path(), None, options).map_err(|error| error.to_string())?;
-    timeout(PROBE_DEADLINE, provider.probe())
-        .await
-        .unwrap_or_else(|_| Err("making a sandbox takes too long".to_owned()))
-}
-
-/// Whether Docker makes sandboxes here, as the flags have it.
-async fn docker_works(flags: &options::SandboxFlags) -> Result<bool, Failure> {
-    let failed = |error: io::Error| Failure::new(format!("no temporary folder can be made: {error}"), "Is the disk full?");
-    let folder = tempfile::tempdir().map_err(failed)?;
-    let options = worker_options(folder.path().to_owned(), Vec::new(), String::new(), 1, flags, ProcessPolicy::Off)?;
-    // The worker says why not.
-    Ok(matches!(evalgrid_worker::open_docker(&options, "probe").await, Some(Ok(_))))
 }
 
 /// Names of the sandboxes that the executor of [`All`] has on this machine.
