@@ -197,6 +197,9 @@ pub const MAX_ARTIFACTS: usize = 64;
 pub const MAX_ARTIFACTS_BYTES: u64 = 4 << 20;
 /// Evidence up to this travels with its event; what is larger is an object. An object costs several syncs, and a small trial must cost none.
 pub const INLINE_EVIDENCE_BYTES: usize = 16 << 10;
+/// The record of a judgment up to this travels with its event; what is larger is an object. Twenty of them belong to a trial, a hundred trials to an
+/// event that takes a whole batch over, and beside a judge's seconds an object's syncs are nothing.
+pub const INLINE_JUDGMENT_BYTES: usize = 2 << 10;
 /// Asks of a judge or a person whose answer is not known: one that may be lost is asked once more, and no third time.
 pub const MAX_UNCLEAR_ASKS: u32 = 2;
 /// Refusals for now (429, overloaded) that a judge or a person may meet. With the pauses that is about a minute, and limits are per minute.

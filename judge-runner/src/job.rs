@@ -14,7 +14,7 @@ use bytes::Bytes;
 use evalgrid_domain::{
     answerer::Failure,
     evidence::JudgeUsage,
-    limits::{INLINE_EVIDENCE_BYTES, MAX_REFUSED_ASKS, MAX_UNCLEAR_ASKS},
+    limits::{INLINE_JUDGMENT_BYTES, MAX_REFUSED_ASKS, MAX_UNCLEAR_ASKS},
     outcome,
     redact::Redactor,
     request::SuiteBatchRequest,
@@ -320,11 +320,11 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Keeps a JSON with the job's result: in it where it is short, else as an object.
+    /// Keeps the record of a judgment with the job's result: in it where it is short, else as an object.
     pub(crate) async fn keep(&self, value: &impl Serialize) -> Result<Evidence, ObjectError> {
         let bytes = json(value);
         let place = match bytes.len() {
-            ..=INLINE_EVIDENCE_BYTES => Place::Inline(bytes),
+            ..=INLINE_JUDGMENT_BYTES => Place::Inline(bytes),
             _ => Place::Object(self.worker.objects.put(&self.lease.organization_id, bytes).await?),
         };
         Ok(Evidence { place: Some(place) })
