@@ -22,7 +22,7 @@ use crate::{
 pub(crate) async fn run(job: &Job<'_>, reply: &ReplyJob) -> End {
     let request = match job.request().await.map_err(|stop| job.settled(stop, "")) {
         Ok(request) => request,
-        Err(Stop::Final(failure)) => return replied(job, "", Ended::failed(failure), None, false, 0),
+        Err(Stop::Final(failure)) => return replied(job, ("", ""), Ended::failed(failure), None, false, 0),
         Err(stop) => return job.given_up(stop, Then::Keep),
     };
     let case = request.cases.get(job.lease.case_index as usize);
@@ -30,17 +30,17 @@ pub(crate) async fn run(job: &Job<'_>, reply: &ReplyJob) -> End {
         let failure = Failure::Uncallable {
             reason: "the start request has no such person".into(),
         };
-        return replied(job, "", Ended::failed(failure), None, false, 0);
+        return replied(job, ("", ""), Ended::failed(failure), None, false, 0);
     };
-    let name = match by {
-        Some(player) => format!("{}/{}", player.harness.name(), player.model),
-        None => job.lease.model.clone(),
+    let (by_name, model) = match by {
+        Some(player) => (&*format!("{}/{}", player.harness.name(), player.model), player.model.as_str()),
+        None => (job.lease.model.as_str(), job.lease.model.as_str()),
     };
     let harness = by.as_ref().map_or("", |player| player.harness.name());
     let asked = ask(job, reply, (goal, prompt), by.as_ref(), lifetime(case)).await;
     match asked.map_err(|stop| job.settled(stop, harness)) {
-        Ok(answered) => replied(job, &name, answered.ended, answered.session_id, true, answered.spent_ms),
-        Err(Stop::Final(failure)) => replied(job, &name, Ended::failed(failure), None, false, 0),
+        Ok(answered) => replied(job, (by_name, model), answered.ended, answered.session_id, true, answered.spent_ms),
+        Err(Stop::Final(failure)) => replied(job, (by_name, model), Ended::failed(failure), None, false, 0),
         Err(stop) => job.given_up(stop, Then::Keep),
     }
 }
@@ -97,15 +97,15 @@ fn step(turn: u32, earlier: u32) -> String {
     }
 }
 
-/// The end of a lease that brought a reply, or the certainty that there will be none. `by`: who plays the person.
-fn replied(job: &Job<'_>, by: &str, ended: Ended, session_id: Option<String>, asked: bool, spent_ms: u64) -> End {
+/// The end of a lease that brought a reply, or the certainty that there will be none. `by`: who plays the person, and the model that is paid for.
+fn replied(job: &Job<'_>, (by, model): (&str, &str), ended: Ended, session_id: Option<String>, asked: bool, spent_ms: u64) -> End {
     let reply = ended.said.and_then(|text| Ok(read_reply(&text)?));
     let failed = reply.is_err();
     let record = ReplyRecord::new(reply, by, job.lease.spent_ms + spent_ms, &job.redactor);
     let replied = Replied {
         record: json(&record),
         failed,
-        spend: job.spend(by, asked, ended.usage),
+        spend: job.spend(model, asked, ended.usage),
         session_id,
     };
     job.end(job_result::Result::Replied(replied), spent_ms, Then::Keep)
