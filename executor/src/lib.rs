@@ -28,7 +28,7 @@ mod fake;
 
 use std::{io, time::Duration};
 
-use evalgrid_worker::{FolderError, Worker, WorkerError, WorkerOptions, output};
+use evalgrid_worker::{FolderError, Sandboxes, Worker, WorkerError, WorkerOptions, output};
 use tokio::sync::watch;
 
 use crate::role::Executor;
@@ -44,7 +44,7 @@ pub struct ExecutorOptions {
 
 /// Runs until `shutdown` says true (or its sender is gone). Loses the scheduler as often as it must, and comes back each time.
 pub async fn run(options: ExecutorOptions, shutdown: watch::Receiver<bool>) -> Result<(), WorkerError> {
-    let worker = Worker::open(&options.worker).await?;
+    let worker = Worker::open(&options.worker, Sandboxes::Needed).await?;
     let opened = tokio::task::spawn_blocking(move || Executor::open(&worker, options.keep_failed).map(|executor| (worker, executor))).await;
     let broken = |error| Err(FolderError::Io(options.worker.work.clone(), io::Error::other(error)));
     let (worker, executor) = opened.unwrap_or_else(broken)?;

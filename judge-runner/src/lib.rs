@@ -14,7 +14,7 @@ pub mod openai;
 mod reply;
 mod role;
 
-use evalgrid_worker::{Worker, WorkerError, WorkerOptions};
+use evalgrid_worker::{Sandboxes, Worker, WorkerError, WorkerOptions};
 use tokio::sync::watch;
 
 use crate::{
@@ -45,6 +45,6 @@ pub enum JudgeRunnerError {
 /// Runs until `shutdown` says true (or its sender is gone). Loses the scheduler as often as it must, and comes back each time.
 pub async fn run(options: JudgeRunnerOptions, shutdown: watch::Receiver<bool>) -> Result<(), JudgeRunnerError> {
     let http = Http::new(options.http)?;
-    let worker = Worker::open(&options.worker).await?;
+    let worker = Worker::open(&options.worker, Sandboxes::Optional).await?;
     Ok(evalgrid_worker::run(worker, JudgeRunner { http }, shutdown).await?)
 }

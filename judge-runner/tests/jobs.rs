@@ -8,6 +8,7 @@ use evalgrid_proto::v1::{
     AttemptFailureKind, Evidence, JobLease, JudgeJob, JudgeVerdict, Judged, Replied, ReplyJob, WorkerRole, evidence::Place, job_lease::Job,
     job_result::Result as Outcome,
 };
+use evalgrid_worker::ProcessPolicy;
 use serde_json::{Value, json};
 use support::{
     provider::{Reply, Server},
@@ -179,6 +180,21 @@ async fn it_is_on_record_before_it_is_asked() {
     judged(&told);
     assert_eq!(model.requests().len(), 1);
     assert!(model.requests()[0].head.contains("idempotency-key: job-7"));
+    runner.stop().await;
+}
+
+/// A machine on which no sandbox works is good enough for models.
+#[tokio::test]
+async fn a_runner_without_sandboxes() {
+    let model = Server::start(vec![says(YES)]).await;
+    let mut grid = Grid::new().await;
+    let runner = grid.runner_with(|options| {
+        options.process_sandbox = ProcessPolicy::Off;
+        options.supervisor_executable = "/nowhere".into();
+    });
+    let mut session = grid.session().await;
+    assert_eq!(session.hello.providers, [""; 0]);
+    judged(&session.job(&judgment(&grid, &model.url)).await);
     runner.stop().await;
 }
 

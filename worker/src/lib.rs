@@ -32,7 +32,7 @@ pub use jobs::{End, Jobs, Role, Task, Then};
 pub use link::{AddressError, Client};
 pub use objects::{ObjectError, Objects};
 pub use outbox::{Fact, Outbox};
-pub use providers::{ProcessPolicy, Providers};
+pub use providers::{ProcessPolicy, Providers, Sandboxes};
 pub use tools::{ToolError, ToolOptions, ToolState, Tools};
 pub use worker::Worker;
 

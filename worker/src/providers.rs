@@ -29,8 +29,17 @@ pub enum ProcessPolicy {
     On,
 }
 
+/// What a worker is without sandboxes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sandboxes {
+    /// Nothing.
+    Needed,
+    /// Still of use: it calls models.
+    Optional,
+}
+
 /// The kinds of sandboxes that work here.
-pub(crate) async fn open(options: &WorkerOptions, tools: &Path, worker: &str) -> Result<Providers, WorkerError> {
+pub(crate) async fn open(options: &WorkerOptions, need: Sandboxes, tools: &Path, worker: &str) -> Result<Providers, WorkerError> {
     let mut providers = Providers::new();
     let executable = || Some(options.supervisor_executable.clone());
     let refused = match bubblewrap(options, executable(), tools).await {
@@ -51,7 +60,14 @@ pub(crate) async fn open(options: &WorkerOptions, tools: &Path, worker: &str) ->
             );
         }
         (_, Some(reason)) if providers.is_empty() => {
-            return Err(WorkerError::NoSandbox(format!("bubblewrap: {reason}; process sandboxes are off")));
+            let reason = format!("bubblewrap: {reason}; process sandboxes are off");
+            return match need {
+                Sandboxes::Needed => Err(WorkerError::NoSandbox(reason)),
+                Sandboxes::Optional => {
+                    tracing::warn!("no kind of sandbox works here ({reason}): no agent runs here, only models are called");
+                    Ok(providers)
+                }
+            };
         }
         _ => return Ok(providers),
     }

@@ -8,7 +8,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 
-use crate::{Client, Fact, Folder, Objects, Outbox, Providers, Tools, WorkerError, WorkerOptions, backoff::Pauses, providers};
+use crate::{Client, Fact, Folder, Objects, Outbox, Providers, Sandboxes, Tools, WorkerError, WorkerOptions, backoff::Pauses, providers};
 
 /// Destroying is mostly waiting and deleting files; more at once would keep the disk from the agents.
 const DESTROYED_AT_ONCE: usize = 16;
@@ -47,13 +47,13 @@ pub struct Worker {
 
 impl Worker {
     /// Locks the folder, and finds out what works on this host. Takes some seconds where sandboxes have to be tried out.
-    pub async fn open(options: &WorkerOptions) -> Result<Self, WorkerError> {
+    pub async fn open(options: &WorkerOptions, need: Sandboxes) -> Result<Self, WorkerError> {
         let folder = Folder::open(&options.work)?;
         let client = || Client::new(&options.schedulers, &options.worker_token);
         // Connections of their own: evidence keeps no lease waiting.
         let (stream, objects) = (client()?, Objects::new(client()?));
         let tools = Tools::new(options.tools.clone())?;
-        let providers = providers::open(options, tools.folder(), &folder.worker_id).await?;
+        let providers = providers::open(options, need, tools.folder(), &folder.worker_id).await?;
         let shared: Vec<_> = evalgrid_harness::shared_files()
             .into_iter()
             .map(|file| (file.path, file.content))

@@ -138,9 +138,14 @@ impl Grid {
 
     /// A judge runner on the grid's folder.
     pub fn runner(&self) -> Runner {
+        self.runner_with(|_| {})
+    }
+
+    /// Another one.
+    pub fn runner_with(&self, change: impl FnOnce(&mut WorkerOptions)) -> Runner {
         let (stop, shutdown) = watch::channel(false);
         let work = self.folder.path().join("worker");
-        let worker = WorkerOptions {
+        let mut worker = WorkerOptions {
             schedulers: vec![self.url.clone()],
             worker_token: "token".into(),
             slots: 3,
@@ -162,6 +167,7 @@ impl Grid {
             },
             work,
         };
+        change(&mut worker);
         let http = HttpOptions {
             connect: Duration::from_secs(2),
             stall: Duration::from_millis(200),
