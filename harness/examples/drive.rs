@@ -1,7 +1,7 @@
 //! Runs one turn of an agent by hand, exactly as its driver says, and prints what the driver reads out of it.
 //!
 //! `cargo run -p evalgrid-harness --example drive -- HARNESS FOLDER PROMPT [name=value…]`: FOLDER gets a `home` and a `workspace`; names are
-//! `tools`, `program`, `model`, `key`, `url`, `system`, `session`, `limit` (seconds), `keep` (a file for the raw output), and `home/…` or
+//! `tools`, `program`, `model`, `key`, `url`, `purpose` (`words`), `system`, `session`, `limit` (seconds), `keep` (a file for the raw output), and `home/…` or
 //! `workspace/…` for files of a profile.
 
 use std::{
@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use evalgrid_harness::{Place, ProfileFiles, Setting, Turn, TurnOutput, by_name};
+use evalgrid_harness::{Place, ProfileFiles, Purpose, Setting, Turn, TurnOutput, by_name};
 
 /// When no limit is given.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -45,6 +45,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let folder = fs::canonicalize(folder)?;
     let below = |name: &str| folder.join(name).to_string_lossy().into_owned();
     let setting = Setting {
+        purpose: match options.get("purpose") {
+            Some(&"words") => Purpose::Words,
+            _ => Purpose::Work,
+        },
         home: below("home"),
         workspace: below("workspace"),
         tools: text("tools").unwrap_or_default(),
@@ -90,6 +94,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         deadline_ms: 0,
     };
     let command = harness.turn(&setting, &turn)?;
+    for file in &command.files {
+        write(&setting.home, &file.path, &file.content)?;
+    }
     let limit = options
         .get("limit")
         .and_then(|limit| limit.parse().ok())
