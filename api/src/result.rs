@@ -213,6 +213,12 @@ impl Work {
             }
         }
         inside.end()?;
+        // Last, so that it counts where evidence of an older version has some as well.
+        let void_fields = outcome.map(|outcome| outcome.void_fields.as_slice()).unwrap_or_default();
+        if void_fields.is_empty() || outcome.is_some_and(|outcome| outcome.checks_passed.is_some()) {
+            writer.text(b",\"voidFields\":").await?;
+            writer.text(&serde_json::to_vec(void_fields)?).await?;
+        }
         writer.text(b"}").await
     }
 

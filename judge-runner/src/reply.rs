@@ -80,7 +80,15 @@ async fn ask(
         limit_ms: REPLY_TIMEOUT_MS,
         left: job.left(REPLY_TIMEOUT_MS)?,
     };
-    harness::ask(job, talk, lifetime).await
+    let mut answered = harness::ask(job, talk, lifetime).await?;
+    // An empty reply is how a model ends a conversation; an agent that ends without a word has only failed to speak.
+    if answered.ended.raw.is_none() && answered.ended.said.as_ref().is_ok_and(|said| said.trim().is_empty()) {
+        answered.ended.said = Err(Failure::Harness {
+            harness: player.harness.name().to_owned(),
+            reason: "it said nothing".into(),
+        });
+    }
+    Ok(answered)
 }
 
 /// A person's sandbox lives as long as the conversation may last. Where that takes longer, the next one is told what was said.

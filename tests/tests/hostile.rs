@@ -189,7 +189,7 @@ async fn what_is_wrong_is_named() {
         "/cases/0/user",
         json!({ "kind": "simulated", "goal": "g", "prompt": "p" }),
         400,
-        json!("cases[0].user"),
+        json!("Set OPENAI_API_KEY"),
     )
     .await;
 

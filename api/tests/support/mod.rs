@@ -500,7 +500,6 @@ pub fn evidence() -> Value {
             "calls": [], "logs": [],
         }],
         "verifySteps": [{"command": "test -f hello.txt", "exitCode": 0}],
-        "voidFields": [],
         "diagnostics": [],
         "coverage": {"usage": {"state": "unavailable", "reason": "the agent reported none"}},
     })
