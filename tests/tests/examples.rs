@@ -123,3 +123,37 @@ async fn suites_for_real_agents_pass_on_every_sandbox() {
         );
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_judged_suite_tells_one_who_asks_from_one_who_guesses() {
+    let folder = tempfile::tempdir().unwrap();
+    let models = ModelServer::start("127.0.0.1:0", None).await.unwrap();
+    let server = agents::server(folder.path(), &models.url(Mode::Ok), 4);
+    let _process = server.serve();
+    let api = server.ready().await;
+    let mut request = example("judged", "bubblewrap", &[("release-channel", "Thank you.")], &[]);
+    let case = &mut request["cases"][0];
+    // The model server does what lines say; everything else is as it stands in the example.
+    let add = |text: &mut Value, line: &str| *text = json!(format!("{}\n{line}", text.as_str().unwrap()));
+    add(&mut case["user"]["prompt"], "PERSON: It is called Amber. | <<DONE>>");
+    let judges = &mut case["validator"]["judges"];
+    add(
+        &mut judges[0]["prompt"],
+        "PICK asked IF CONVERSATION CONTAINS What is the channel called? ELSE guessed",
+    );
+    add(&mut judges[1]["prompt"], "PICK yes IF FILES CONTAINS amber ELSE no");
+    let batch = api.ended(&api.start(&request).await, PATIENCE).await;
+    for run in batch["runs"].as_array().unwrap() {
+        let asks = run["variant"]["model"] == "asks";
+        for trial in run["trials"].as_array().unwrap() {
+            assert_eq!(trial["status"], if asks { "passed" } else { "failed" }, "{trial}");
+            let picked: Vec<_> = trial["validations"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|record| &record["judgment"]["choice"])
+                .collect();
+            assert_eq!(picked, if asks { ["asked", "yes"] } else { ["guessed", "no"] }, "{trial}");
+        }
+    }
+}
