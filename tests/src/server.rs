@@ -203,11 +203,20 @@ impl Server {
 
     /// An executor alone, in a work folder of this name.
     pub fn executor(&self, name: &str) -> Process {
+        self.worker("executor", name, &self.executor)
+    }
+
+    /// A judge runner alone, in a work folder of this name.
+    pub fn judge_runner(&self, name: &str) -> Process {
+        self.worker("judge-runner", name, &[])
+    }
+
+    fn worker(&self, role: &str, name: &str, further: &[String]) -> Process {
         let scheduler = format!("http://{}", self.grpc);
         let work = self.folder.join(name);
         let data = self.data();
         let mut arguments = vec![
-            "executor",
+            role,
             "--work",
             work.to_str().unwrap(),
             "--scheduler",
@@ -215,7 +224,7 @@ impl Server {
             "--data",
             data.to_str().unwrap(),
         ];
-        arguments.extend(self.executor.iter().map(String::as_str));
+        arguments.extend(further.iter().map(String::as_str));
         self.start(&arguments)
     }
 
