@@ -193,8 +193,15 @@ impl Work {
             work: self,
             run,
             splice: Splice::default(),
-            end: (!judged.is_empty()).then(|| (ArrayEnd::default(), judged)),
+            added: Vec::new(),
         };
+        if !judged.is_empty() {
+            inside.added.push((ArrayEnd::of("validations"), Added::Judged(judged)));
+        }
+        // The checks have left none, or there would have been no judge.
+        if let Some(outcome) = outcome.filter(|outcome| outcome.checks_passed.is_some() && !outcome.void_fields.is_empty()) {
+            inside.added.push((ArrayEnd::of("voidFields"), Added::Fields(&outcome.void_fields)));
+        }
         match evidence.and_then(|evidence| evidence.place.as_ref()) {
             None => {
                 let void_fields = outcome.map(|outcome| outcome.void_fields.clone()).unwrap_or_default();
@@ -213,12 +220,6 @@ impl Work {
             }
         }
         inside.end()?;
-        // Last, so that it counts where evidence of an older version has some as well.
-        let void_fields = outcome.map(|outcome| outcome.void_fields.as_slice()).unwrap_or_default();
-        if void_fields.is_empty() || outcome.is_some_and(|outcome| outcome.checks_passed.is_some()) {
-            writer.text(b",\"voidFields\":").await?;
-            writer.text(&serde_json::to_vec(void_fields)?).await?;
-        }
         writer.text(b"}").await
     }
 
@@ -252,40 +253,71 @@ fn check_ends(ends: (Option<&u8>, Option<&u8>)) -> Result<(), Broken> {
     (ends == (Some(&b'{'), Some(&b'}'))).then_some(()).ok_or(Broken::Evidence)
 }
 
-/// The evidence of a trial on its way into the answer, and what its judges said, which has a place in it.
+/// The evidence of a trial on its way into the answer, and what its judges add to arrays in it.
 struct Inside<'a> {
     work: &'a Work,
     run: &'a Run,
     splice: Splice,
-    /// Until that place has gone by.
-    end: Option<(ArrayEnd, &'a [Judged])>,
+    /// Until its place has gone by.
+    added: Vec<(ArrayEnd, Added<'a>)>,
+}
+
+/// More elements of an array.
+enum Added<'a> {
+    Judged(&'a [Judged]),
+    Fields(&'a [String]),
 }
 
 impl Inside<'_> {
-    async fn push(&mut self, writer: &mut Writer, mut bytes: &[u8]) -> Result<(), Broken> {
-        if let Some((end, judged)) = &mut self.end
-            && let Some((at, mut filled)) = end.find(bytes)
-        {
-            let (before, after) = bytes.split_at(at);
-            self.splice.push(writer, before).await?;
+    async fn push(&mut self, writer: &mut Writer, bytes: &[u8]) -> Result<(), Broken> {
+        let mut here = Vec::new();
+        self.added = std::mem::take(&mut self.added)
+            .into_iter()
+            .filter_map(|(mut end, added)| match end.find(bytes) {
+                Some((at, filled)) => {
+                    here.push((at, filled, added));
+                    None
+                }
+                None => Some((end, added)),
+            })
+            .collect();
+        here.sort_by_key(|(at, ..)| *at);
+        let mut done = 0;
+        for (at, filled, added) in here {
+            self.splice.push(writer, &bytes[done..at]).await?;
             self.splice.release(writer).await?;
-            let mut judged: Vec<&Judged> = judged.iter().collect();
-            judged.sort_by_key(|judged| judged.index);
-            for judged in judged {
-                writer.comma(usize::from(filled)).await?;
-                self.work.judged(writer, self.run, judged).await?;
-                filled = true;
-            }
-            (self.end, bytes) = (None, after);
+            self.add(writer, filled, &added).await?;
+            done = at;
         }
-        self.splice.push(writer, bytes).await
+        self.splice.push(writer, &bytes[done..]).await
+    }
+
+    async fn add(&self, writer: &mut Writer, filled: bool, added: &Added<'_>) -> Result<(), Broken> {
+        let first = usize::from(filled);
+        match added {
+            Added::Judged(judged) => {
+                let mut judged: Vec<&Judged> = judged.iter().collect();
+                judged.sort_by_key(|judged| judged.index);
+                for (place, judged) in (first..).zip(judged) {
+                    writer.comma(place).await?;
+                    self.work.judged(writer, self.run, judged).await?;
+                }
+            }
+            Added::Fields(fields) => {
+                for (place, field) in (first..).zip(*fields) {
+                    writer.comma(place).await?;
+                    writer.text(&serde_json::to_vec(field)?).await?;
+                }
+            }
+        }
+        Ok(())
     }
 
     fn end(self) -> Result<(), Broken> {
-        match self.end {
-            None => self.splice.end(),
+        match self.added.is_empty() {
+            true => self.splice.end(),
             // There are judgments, and no place for them.
-            Some(_) => Err(Broken::Evidence),
+            false => Err(Broken::Evidence),
         }
     }
 }

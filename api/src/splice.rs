@@ -1,10 +1,7 @@
 //! What is stored of a trial, put into the answer as it streams by: the inside of one JSON object into another that is open, and more elements at
-//! the end of the array `validations` in it. Nothing is parsed but what tells where that is.
+//! the end of arrays in it. Nothing is parsed but what tells where that is.
 
 use crate::result::{Broken, Writer};
-
-/// The array that judgments are added to.
-const ARRAY: &[u8] = b"validations";
 
 /// Puts the inside of one JSON object into another that is open: its braces are taken off.
 #[derive(Default)]
@@ -52,9 +49,11 @@ impl Splice {
     }
 }
 
-/// Finds the closing bracket of the outermost object's array `validations`, in pieces that may break off anywhere.
+/// Finds the closing bracket of one array of the outermost object, in pieces that may break off anywhere.
 #[derive(Default)]
 pub(crate) struct ArrayEnd {
+    /// Its name.
+    name: &'static [u8],
     depth: u32,
     /// Within a string.
     string: bool,
@@ -71,6 +70,13 @@ pub(crate) struct ArrayEnd {
 }
 
 impl ArrayEnd {
+    pub(crate) fn of(name: &'static str) -> Self {
+        Self {
+            name: name.as_bytes(),
+            ..Self::default()
+        }
+    }
+
     /// Where the bracket is in `bytes`, and whether something is before it in the array. To be asked about no more bytes after that.
     pub(crate) fn find(&mut self, bytes: &[u8]) -> Option<(usize, bool)> {
         bytes.iter().position(|byte| self.is_at(*byte)).map(|at| (at, self.filled))
@@ -82,7 +88,7 @@ impl ArrayEnd {
                 _ if self.escaped => self.escaped = false,
                 b'\\' => (self.escaped, self.named) = (true, None),
                 b'"' => self.string = false,
-                _ => self.named = self.named.filter(|at| ARRAY.get(*at) == Some(&byte)).map(|at| at + 1),
+                _ => self.named = self.named.filter(|at| self.name.get(*at) == Some(&byte)).map(|at| at + 1),
             }
             return false;
         }
@@ -91,7 +97,7 @@ impl ArrayEnd {
         }
         match byte {
             b'"' => (self.string, self.named) = (true, (self.depth == 1).then_some(0)),
-            b':' => self.next = self.named == Some(ARRAY.len()),
+            b':' => self.next = self.named == Some(self.name.len()),
             b'{' | b'[' => {
                 self.depth += 1;
                 self.within |= self.next && self.depth == 2 && byte == b'[';
@@ -118,7 +124,7 @@ mod tests {
 
     /// Puts `1` at the end of the array, with the text cut into pieces of `size`.
     fn added(text: &str, size: usize) -> Option<String> {
-        let (mut end, mut seen) = (ArrayEnd::default(), 0);
+        let (mut end, mut seen) = (ArrayEnd::of("validations"), 0);
         for piece in text.as_bytes().chunks(size) {
             if let Some((at, filled)) = end.find(piece) {
                 let (before, after) = text.split_at(seen + at);

@@ -274,7 +274,7 @@ async fn evidence_of_any_size_comes_through_whole() {
     for size in [1, 1000, 65_530, 65_536, 65_540, 200_000, 40 << 20] {
         let evidence = json!({
             "artifacts": [], "filesChanged": ["x".repeat(size)], "trajectory": [], "validations": [], "verifySteps": [],
-            "diagnostics": [],
+            "voidFields": [], "diagnostics": [],
         });
         with_evidence(&api, evidence.to_string().into_bytes());
         let batch = api.op("evals.batches.get", json!({"id": "batch_1"})).await.json();

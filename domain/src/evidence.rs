@@ -22,9 +22,8 @@ pub struct TrialEvidence {
     pub validations: Vec<Validation>,
     /// The steps of the verify command that ran.
     pub verify_steps: Vec<VerifyStep>,
-    /// Names of the evidence that is missing where a trial is void already when this is stored. Not written where there are none: what judges make of
-    /// a trial later may add some, which its outcome tells.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    /// Names of the evidence that is missing where a trial is void already when this is stored. What judges make of it later may add some, which its
+    /// outcome tells.
     pub void_fields: Vec<String>,
     /// Paths below the workspace.
     pub files_changed: Vec<String>,

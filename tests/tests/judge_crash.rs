@@ -23,7 +23,8 @@ const MAX_ASKS: usize = 2;
 
 const AGENT: &str =
     r#"printf '{"_tag":"Started","model":"m","sessionId":"one"}\n{"_tag":"Message","role":"assistant","text":"it is four"}\n'"#;
-const STOPPED: &str = "The judge right gave no judgment: it was asked 2 times, and no answer arrived: the judge runner stopped";
+const STOPPED: &str =
+    "The judge right gave no judgment: it was asked 2 times, and each time the judge runner stopped before an answer was kept";
 
 /// A case for each fault of its judge.
 fn batch(faults: &[String]) -> Value {

@@ -191,7 +191,8 @@ const FAILURES: &[Row] = &[
         [
             "the answer is longer than 524288 bytes",
             "the answer is not valid: its reason has 1048576 characters; the limit is 2000",
-            "the claude agent failed: it stopped before its turn was over",
+            // As it likes: it prints all of it, or gives up.
+            "the answer is not valid: its reason has 1048576 characters; the limit is 2000 | the claude agent failed: it stopped before its turn was over",
         ],
         1,
     ),
@@ -236,7 +237,7 @@ async fn what_each_failure_comes_to() {
         for (judge, error) in ["openai", "codex", "claude"].into_iter().zip(errors) {
             let (record, judgment) = (&judgments[judge], &judgments[judge]["judgment"]);
             let told = judgment["error"].as_str().unwrap_or("no error");
-            assert!(told.starts_with(error), "{name}, {judge}: {told}");
+            assert!(error.split(" | ").any(|error| told.starts_with(error)), "{name}, {judge}: {told}");
             assert_eq!(
                 (
                     &record["status"],

@@ -240,7 +240,6 @@ pub(crate) fn job_fruitless(state: &State, token: u64, target: Target, why: Why,
     let idle_leases = trial.job(target.part)?.idle_leases;
     let end = JobEnd {
         not_before_ms: now_ms + fruitless_delay_ms(idle_leases, chance),
-        reason: "the judge runner stopped".into(),
         ..JobEnd::new(token, target, why)
     };
     Some(end.event(trial, now_ms))

@@ -500,6 +500,7 @@ pub fn evidence() -> Value {
             "calls": [], "logs": [],
         }],
         "verifySteps": [{"command": "test -f hello.txt", "exitCode": 0}],
+        "voidFields": [],
         "diagnostics": [],
         "coverage": {"usage": {"state": "unavailable", "reason": "the agent reported none"}},
     })
