@@ -309,6 +309,18 @@ fn broken_fields() {
             "cases[0].validator.judges[0].files",
         ),
         (
+            "/cases/0/validator/judges/0/files",
+            Some(json!(["out/../../secret"])),
+            Refinement,
+            "cases[0].validator.judges[0].files[0]",
+        ),
+        (
+            "/cases/0/validator/judges/0/files",
+            Some(json!(["/etc/passwd"])),
+            Refinement,
+            "cases[0].validator.judges[0].files[0]",
+        ),
+        (
             "/cases/0/validator/judges/0/timeoutMs",
             Some(json!(300_001)),
             Refinement,

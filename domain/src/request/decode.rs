@@ -445,7 +445,9 @@ pub fn judge(d: &mut Decoder, value: &Value) -> Option<Judge> {
     let map = d.object(value)?;
     let choices = d.required(map, "choices", choices);
     let expected = d.optional(map, "expected", text(Text::max(MAX_JUDGE_PROMPT)));
-    let file = Text::max(MAX_PATH).min(1);
+    let file = Text::max(MAX_PATH)
+        .min(1)
+        .matching(is_workspace_path, "a relative path below the workspace, without \"..\"");
     let files = d.optional(map, "files", |d, value| d.array(value, 1..=MAX_JUDGE_FILES, text(file)));
     let kind = d.required(map, "kind", |d, value| d.one_of(value, &[("judge", JudgeKind::Judge)]));
     let model = d.required(map, "model", text(Text::max(MAX_JUDGE_MODEL).min(1)));
