@@ -81,8 +81,13 @@ fn lease(cell: &mut Cell, worker_id: &str, incarnation: &str) -> Option<(Target,
     Some((target, token))
 }
 
+/// Who holds a lease.
+fn holder(cell: &Cell, token: u64) -> String {
+    cell.state.lease(token).unwrap().worker_id.clone()
+}
+
 fn asks(cell: &mut Cell, token: u64) {
-    let event = decide::job_asked(&cell.state, "j", token, cell.now_ms).unwrap();
+    let event = decide::job_asked(&cell.state, &holder(cell, token), token, cell.now_ms).unwrap();
     cell.commit_all(event);
 }
 
@@ -92,8 +97,25 @@ fn tell(cell: &mut Cell, token: u64, result: job_result::Result) {
         spent_ms: 7,
         result: Some(result),
     };
-    let event = decide::job_result(&cell.state, "j", result, &mut cell.chance, cell.now_ms).unwrap();
+    let event = decide::job_result(&cell.state, &holder(cell, token), result, &mut cell.chance, cell.now_ms).unwrap();
     cell.commit_all([event]);
+}
+
+/// A new process of a judge runner takes its folder over.
+fn replaced(cell: &mut Cell, worker_id: &str, incarnation: &str) {
+    let hello = v1::Hello {
+        worker_id: worker_id.into(),
+        incarnation: incarnation.into(),
+        boot_id: "boot".into(),
+        role: v1::WorkerRole::JudgeRunner.into(),
+        providers: vec!["process".into()],
+        sandboxes: cell.state.custody().map(|(name, _)| name.to_owned()).collect(),
+        ..Default::default()
+    };
+    let events = decide::hello_leases(&cell.state, &hello, &mut cell.chance, cell.now_ms);
+    cell.commit_all(events);
+    let events = decide::hello_sandboxes(&cell.state, &hello, cell.now_ms);
+    cell.commit_all(events);
 }
 
 fn judged(part: Part, verdict: JudgeVerdict) -> job_result::Result {
@@ -210,15 +232,7 @@ fn a_call_that_is_lost_is_made_once_more() {
         (job.unclear, job.refused, job.asked)
     };
     let replaced = |cell: &mut Cell, incarnation: &str| {
-        let hello = v1::Hello {
-            worker_id: "j".into(),
-            incarnation: incarnation.into(),
-            boot_id: "boot".into(),
-            role: v1::WorkerRole::JudgeRunner.into(),
-            ..Default::default()
-        };
-        let events = decide::hello_leases(&cell.state, &hello, &mut cell.chance, cell.now_ms);
-        cell.commit_all(events);
+        replaced(cell, "j", incarnation);
         cell.now_ms += 60_000;
     };
     lease(&mut cell, "j", "1").unwrap();
@@ -423,6 +437,30 @@ fn sound(state: &State, log: &[evalgrid_workflow::Event]) {
         }
     }
     assert_eq!(state.waiting(), waiting, "the queue holds what waits, and nothing else");
+    for (name, _) in state.custody() {
+        let holders = state
+            .leases()
+            .filter(|(_, lease)| state.trial(lease.trial).unwrap().sandbox_of(lease.part) == Some(name));
+        assert!(holders.count() <= 1, "one worker in a sandbox");
+    }
+    for key in [
+        "judge/openai/large",
+        "judge/codex/large",
+        "judge/claude/large",
+        "person/openai/large",
+        "person/codex/large",
+        "command/",
+    ] {
+        let holds = |lease: &&evalgrid_workflow::Lease| {
+            let batch = state.batch(&lease.trial.batch).unwrap();
+            match batch.answerer(lease.target()) {
+                Some(answerer) => evalgrid_workflow::jobs::model_key(lease.part, answerer) == key,
+                None => key == "command/",
+            }
+        };
+        let living = state.leases().filter(|(_, lease)| holds(lease)).count();
+        assert_eq!(state.model_holders(key), living, "{key}: those who hold are those who live");
+    }
     let mut answered = std::collections::BTreeSet::new();
     let answers = log.iter().filter_map(|event| match &event.kind {
         Some(Kind::JobAnswered(answered)) if matches!(answered.answer, Some(Answer::Judged(_))) => answered.job.clone(),
@@ -430,6 +468,23 @@ fn sound(state: &State, log: &[evalgrid_workflow::Event]) {
     });
     for job in answers {
         assert!(answered.insert(job.encode_to_vec()), "a judge answers once");
+    }
+    let (mut answered, mut last) = (std::collections::BTreeSet::new(), 0);
+    for event in log {
+        match &event.kind {
+            Some(Kind::JobAnswered(done)) if matches!(done.answer, Some(Answer::Judged(_))) => {
+                answered.insert(done.job.as_ref().unwrap().encode_to_vec());
+            }
+            Some(Kind::JobLeased(leased)) => {
+                assert!(leased.token > last, "tokens grow");
+                last = leased.token;
+                assert!(
+                    !answered.contains(&leased.job.as_ref().unwrap().encode_to_vec()),
+                    "who has answered is not asked again"
+                );
+            }
+            _ => {}
+        }
     }
     let saved = state.save();
     let restored = State::restore(&saved).unwrap();
@@ -462,10 +517,13 @@ fn job_move(cell: &mut Cell, target: Target, token: u64) {
             } else {
                 v1::AttemptFailureKind::SandboxLost
             };
-            let event = decide::attempt_failed(&cell.state, "j", &failure(kind), &mut cell.chance, cell.now_ms).unwrap();
+            let event = decide::attempt_failed(&cell.state, &holder(cell, token), &failure(kind), &mut cell.chance, cell.now_ms).unwrap();
             return cell.commit_all(event);
         }
-        (false, 4) => return cell.expire("j"),
+        (false, 4) => {
+            let worker = holder(cell, token);
+            return cell.expire(&worker);
+        }
         (false, 5) => return,
         _ => {}
     }
@@ -494,6 +552,7 @@ fn random_histories() {
             .zip(kinds)
             .map(|(number, (judges, person))| start(&mut cell, number, judges, person))
             .collect();
+        let (runners, mut incarnation) = (["j", "k"], 1);
         for moves in 0.. {
             if batches.iter().all(|batch| cell.trial(key(*batch)).outcome().is_some()) {
                 break;
@@ -520,7 +579,8 @@ fn random_histories() {
                     }
                 }
                 4..=7 => {
-                    if let Some((target, token)) = lease(&mut cell, "j", "1") {
+                    let worker = runners[cell.chance.below(2) as usize];
+                    if let Some((target, token)) = lease(&mut cell, worker, &incarnation.to_string()) {
                         job_move(&mut cell, target, token);
                     }
                 }
@@ -533,8 +593,25 @@ fn random_histories() {
                         .collect();
                     gone.iter().for_each(|(name, worker)| cell.destroyed(worker, name));
                 }
+                _ if cell.chance.below(3) == 0 => {
+                    incarnation += 1;
+                    runners
+                        .iter()
+                        .for_each(|worker| replaced(&mut cell, worker, &incarnation.to_string()));
+                }
+                _ if cell.chance.below(30) == 0 => {
+                    let batch = batches[cell.chance.below(batches.len() as u64) as usize];
+                    let organization = cell.organization_of(key(batch));
+                    let events = decide::cancel(&cell.state, &organization, &batch, cell.now_ms).unwrap_or_default();
+                    cell.commit_all(events);
+                }
+                _ if cell.chance.below(30) == 0 => {
+                    let batch = batches[cell.chance.below(batches.len() as u64) as usize];
+                    let event = decide::resolve(&cell.state, key(batch), "enough", cell.now_ms);
+                    cell.commit_all(event);
+                }
                 _ => {
-                    let worker = if cell.chance.below(2) == 0 { "j" } else { "w" };
+                    let worker = ["j", "k", "w"][cell.chance.below(3) as usize];
                     cell.expire(worker);
                     if cell.chance.below(3) == 0 {
                         cell.now_ms += GRACE_MS;
@@ -544,6 +621,10 @@ fn random_histories() {
                 }
             }
             sound(&cell.state, &cell.log);
+            if cell.chance.below(20) == 0 {
+                // A restart from a snapshot goes on as if there had been none.
+                cell.state = State::restore(&cell.state.save()).unwrap();
+            }
         }
         let again = cell.recovered(Default::default());
         assert_eq!(
