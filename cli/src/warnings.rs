@@ -27,6 +27,20 @@ const CASE: &[&str] = &[
 ];
 const SOURCE: &[&str] = &["kind", "files", "url", "ref"];
 const USER: &[&str] = &["kind", "replies", "goal", "prompt", "harness", "model"];
+const VALIDATOR: &[&str] = &["capture", "checks", "judges", "kind", "manifest", "name", "source", "sourceFiles"];
+const JUDGE: &[&str] = &[
+    "choices",
+    "expected",
+    "files",
+    "harness",
+    "kind",
+    "model",
+    "name",
+    "prompt",
+    "provider",
+    "threshold",
+    "timeoutMs",
+];
 const VARIANT: &[&str] = &["credentials", "harness", "model", "profile", "sandbox"];
 const PROFILE: &[&str] = &["env", "files", "install", "name", "run", "systemPrompt", "variables"];
 
@@ -69,6 +83,11 @@ fn case_warnings(path: &str, case: &Map<String, Value>, prompt: &str, warnings: 
     unknown(&within, case, CASE, warnings);
     nested(&within, case, "source", SOURCE, warnings);
     nested(&within, case, "user", USER, warnings);
+    nested(&within, case, "validator", VALIDATOR, warnings);
+    let validator = case.get("validator").and_then(Value::as_object);
+    for (index, judge) in validator.into_iter().flat_map(|validator| objects(validator, "judges")) {
+        unknown(&format!("{path}.validator.judges[{index}]."), judge, JUDGE, warnings);
+    }
     let given = |key: &str| case.get(key).is_some_and(|value| !value.is_null());
     if !given("verify") && !given("validator") {
         warnings.push(format!("{path} has neither \"verify\" nor \"validator\": its trials will be void"));
@@ -158,6 +177,14 @@ mod tests {
             "/cases/0/user",
             json!({"kind": "scripted", "reply": []}),
             &["\"cases[0].user.reply\" is not a field and is ignored"],
+        );
+        check(
+            "/cases/0/validator",
+            json!({"kind": "judged", "name": "v", "checks": [], "judge": [], "judges": [{"name": "a", "treshold": 0.5}]}),
+            &[
+                "\"cases[0].validator.judge\" is not a field and is ignored",
+                "\"cases[0].validator.judges[0].treshold\" is not a field and is ignored",
+            ],
         );
         check(
             "/variants/0/prompt",
