@@ -9,11 +9,13 @@ use std::{
     os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::atomic::AtomicBool,
+    thread,
 };
 
 use rustix::{
     io::Errno,
-    mount::{MountFlags, UnmountFlags},
+    mount::{MountFlags, MountPropagationFlags, UnmountFlags},
+    thread::UnshareFlags,
 };
 use serde::{Deserialize, Serialize};
 
@@ -102,15 +104,26 @@ fn probe(root: &Path) -> io::Result<()> {
         let pid = name.to_str().and_then(|name| name.strip_prefix(PROBE)?.parse::<u32>().ok());
         // Of an executor that was killed in the middle of this.
         if pid.is_some_and(|pid| pid == std::process::id() || !Path::new("/proc").join(pid.to_string()).exists()) {
-            unmount(&entry.path().join("sandbox"))?;
             layout::remove_tree(&entry.path())?;
         }
     }
     let folder = root.join(format!("{PROBE}{}", std::process::id()));
-    let result = try_out(&folder);
-    let unmounted = unmount(&folder.join("sandbox"));
+    let result = thread::scope(|scope| {
+        let tried = scope.spawn(|| own_mounts().and_then(|()| try_out(&folder)));
+        tried.join().unwrap_or_else(|_| Err(io::Error::other("the attempt panicked")))
+    });
     let removed = layout::remove_tree(&folder);
-    result.and(unmounted).and(removed)
+    result.and(removed)
+}
+
+/// Gives this thread mounts of its own: they end with it, even where the process is killed.
+fn own_mounts() -> io::Result<()> {
+    // SAFETY: no other thread loses anything: those of this process keep their mounts, and file descriptors stay shared.
+    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS) }?;
+    // Or what is mounted here would be mounted for everybody.
+    let everything = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
+    rustix::mount::mount_change("/", everything)?;
+    Ok(())
 }
 
 /// Everything that agents do to what is below: read, change, rename folders, delete.
@@ -232,4 +245,32 @@ pub fn save(layout: &Layout, target: &Path, without: &[PathBuf], most_bytes: u64
         // What cannot be removed now is at the next start.
         let _ = layout::remove_tree(target);
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a killed start leaves behind goes with it: mounts that nobody undoes end with the thread that made them.
+    #[test]
+    fn mounts_of_the_trial_run_are_seen_by_nobody_else() {
+        let root = tempfile::tempdir().expect("a temporary folder");
+        if choose(root.path()).0 == Means::Copy {
+            eprintln!("skipped: no overlayfs in {}", root.path().display());
+            return;
+        }
+        let left = root.path().join("left");
+        let mounts = || fs::read_to_string("/proc/thread-self/mountinfo").expect("procfs");
+        let (inside, outside) = thread::scope(|scope| {
+            let inside = scope.spawn(|| {
+                own_mounts().and_then(|()| try_out(&left)).expect("it worked a moment ago");
+                mounts()
+            });
+            (inside.join().expect("no panic"), mounts())
+        });
+        let left = left.to_str().expect("UTF-8");
+        assert!(inside.contains(left), "it is mounted there: {inside}");
+        assert!(!outside.contains(left), "and nowhere else: {outside}");
+        layout::remove_tree(Path::new(left)).expect("nothing is mounted there");
+    }
 }
