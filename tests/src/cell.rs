@@ -133,6 +133,8 @@ pub struct Cell {
     pub scheduler: Vec<String>,
     /// Further arguments of every executor.
     pub executor: Vec<String>,
+    /// Further variables of every scheduler.
+    pub variables: Vec<(String, String)>,
     store: String,
 }
 
@@ -145,6 +147,7 @@ impl Cell {
             http: free_address(),
             scheduler: Vec::new(),
             executor: Vec::new(),
+            variables: Vec::new(),
             store: redis.url(),
         }
     }
@@ -176,11 +179,21 @@ impl Cell {
 
     /// An executor, by number.
     pub fn executor(&self, number: usize) -> Process {
-        let work = self.folder.join(format!("executor-{number}"));
+        self.worker("executor", number, &self.executor)
+    }
+
+    /// A judge runner, by number.
+    pub fn judge_runner(&self, number: usize) -> Process {
+        self.worker("judge-runner", number, &[])
+    }
+
+    fn worker(&self, role: &str, number: usize, further: &[String]) -> Process {
+        let name = format!("{role}-{number}");
+        let work = self.folder.join(&name);
         let schedulers = self.schedulers();
-        let mut arguments = vec!["executor", "--work", work.to_str().unwrap(), "--scheduler", &schedulers];
-        arguments.extend(self.executor.iter().map(String::as_str));
-        self.start(&format!("executor-{number}"), &arguments)
+        let mut arguments = vec![role, "--work", work.to_str().unwrap(), "--scheduler", &schedulers];
+        arguments.extend(further.iter().map(String::as_str));
+        self.start(&name, &arguments)
     }
 
     /// For `--scheduler`.
@@ -215,12 +228,12 @@ impl Cell {
     }
 
     fn start(&self, name: &str, arguments: &[&str]) -> Process {
-        let tokens = [("EVALGRID_WORKER_TOKEN", WORKER_TOKEN), ("EVALGRID_ADMIN_TOKEN", ADMIN_TOKEN)];
+        let mut variables = vec![("EVALGRID_WORKER_TOKEN", WORKER_TOKEN)];
         // Each role is only told what it may know.
-        let tokens = match arguments.first() {
-            Some(&"scheduler") => &tokens[..],
-            _ => &tokens[..1],
-        };
-        Process::start(arguments, tokens, &self.folder.join(format!("{name}.log")))
+        if arguments.first() == Some(&"scheduler") {
+            variables.push(("EVALGRID_ADMIN_TOKEN", ADMIN_TOKEN));
+            variables.extend(self.variables.iter().map(|(name, value)| (name.as_str(), value.as_str())));
+        }
+        Process::start(arguments, &variables, &self.folder.join(format!("{name}.log")))
     }
 }

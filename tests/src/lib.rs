@@ -12,6 +12,7 @@ pub mod agents;
 pub mod cell;
 pub mod counter;
 pub mod http;
+pub mod judges;
 pub mod leftovers;
 pub mod server;
 pub mod suite;

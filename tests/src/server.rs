@@ -1,6 +1,7 @@
 //! Processes of the real binary, started, killed and started again on the same data folder.
 
 use std::{
+    collections::BTreeMap,
     fs::File,
     net::TcpListener,
     path::{Path, PathBuf},
@@ -231,6 +232,24 @@ impl Server {
     fn start(&self, arguments: &[&str]) -> Process {
         let variables: Vec<(&str, &str)> = self.variables.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
         Process::start(arguments, &variables, &self.folder.join("evalgrid.log"))
+    }
+
+    /// How often each job of a judge runner was answered, as far as the log goes back. Nobody may be writing it.
+    pub fn answers(&self) -> BTreeMap<String, usize> {
+        let dump = Command::new(binary())
+            .args(["log", "dump", "--data"])
+            .arg(self.data())
+            .output()
+            .unwrap();
+        assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
+        let mut answers = BTreeMap::new();
+        for line in String::from_utf8(dump.stdout).unwrap().lines() {
+            let event: serde_json::Value = serde_json::from_str(line).unwrap();
+            if event["kind"] == "JobAnswered" {
+                *answers.entry(event["job"].to_string()).or_default() += 1;
+            }
+        }
+        answers
     }
 
     /// Waits until the scheduler answers and the first key is there.

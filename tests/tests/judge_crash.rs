@@ -3,13 +3,14 @@
 //! A failure prints its seed; `EVALGRID_SEED=n` chooses one.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
-use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
+use std::{path::Path, time::Duration};
 
 use evalgrid_modelserver::{Mode, ModelServer};
 use evalgrid_tests::{
     agents, eventually,
     http::Api,
-    server::{Process, Server, binary},
+    judges::{MAX_ASKS, STOPPED, asks},
+    server::{Process, Server},
     suite,
 };
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
@@ -18,13 +19,9 @@ use serde_json::{Value, json};
 /// However often it is interrupted.
 const PATIENCE: Duration = Duration::from_secs(120);
 const KILLS: u32 = 8;
-/// Asks of one job whose answer may be lost.
-const MAX_ASKS: usize = 2;
 
 const AGENT: &str =
     r#"printf '{"_tag":"Started","model":"m","sessionId":"one"}\n{"_tag":"Message","role":"assistant","text":"it is four"}\n'"#;
-const STOPPED: &str =
-    "The judge right gave no judgment: it was asked 2 times, and each time the judge runner stopped before an answer was kept";
 
 /// A case for each fault of its judge.
 fn batch(faults: &[String]) -> Value {
@@ -71,36 +68,9 @@ fn rig(folder: &Path, model: &ModelServer) -> Server {
     server
 }
 
-/// How often each job was asked.
-fn asks(model: &ModelServer) -> BTreeMap<String, usize> {
-    let mut asks = BTreeMap::new();
-    for request in model.requests() {
-        *asks.entry(request.idempotency_key.unwrap()).or_default() += 1;
-    }
-    asks
-}
-
-/// How often each job was answered, as the log has it. Nobody may be writing it.
-fn answers(server: &Server) -> BTreeMap<String, usize> {
-    let data = server.data();
-    let dump = Command::new(binary())
-        .args(["log", "dump", "--data", data.to_str().unwrap()])
-        .output()
-        .unwrap();
-    assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
-    let mut answers = BTreeMap::new();
-    for line in String::from_utf8(dump.stdout).unwrap().lines() {
-        let event: Value = serde_json::from_str(line).unwrap();
-        if event["kind"] == "JobAnswered" {
-            *answers.entry(event["job"].to_string()).or_default() += 1;
-        }
-    }
-    answers
-}
-
 /// One answer for each of so many jobs, of which none was asked too often.
 fn check(server: &Server, model: &ModelServer, jobs: usize) {
-    let (asks, answers) = (asks(model), answers(server));
+    let (asks, answers) = (asks(model), server.answers());
     println!("asks {asks:?}\nanswers {answers:?}");
     assert!(asks.len() <= jobs && asks.values().all(|times| *times <= MAX_ASKS), "{asks:?}");
     assert!(answers.len() == jobs && answers.values().all(|times| *times == 1), "{answers:?}");
@@ -111,7 +81,10 @@ fn check_trials(batch: &Value, lost: impl Fn(usize) -> bool) {
     assert_eq!(batch["status"], "finished", "{batch}");
     for (index, trial) in suite::trials(batch).into_iter().enumerate() {
         match trial["failure"].as_str() {
-            Some(failure) => assert!(lost(index) && trial["status"] == "void" && failure == STOPPED, "{trial}"),
+            Some(failure) => {
+                let expected = format!("The judge right gave no judgment: {STOPPED}");
+                assert!(lost(index) && trial["status"] == "void" && failure == expected, "{trial}");
+            }
             None => assert!(trial["status"] == "passed", "{trial}"),
         }
     }
