@@ -1,20 +1,20 @@
 //! Judgments and replies: what each may rely on, one story after the other; then random histories, and what must hold after each of their moves.
 #![allow(clippy::unwrap_used)]
 
+#[path = "jobs/sound.rs"]
+mod sound;
 mod support;
-
-use std::collections::BTreeMap;
 
 use evalgrid_domain::{
     ids::BatchId,
-    limits::{JUDGE_AFTER_SANDBOX_MS, MAX_REFUSED_ASKS, MAX_UNCLEAR_ASKS},
+    limits::{ABANDONED_AFTER_MS, JUDGE_AFTER_SANDBOX_MS, MAX_REFUSED_ASKS, MAX_UNCLEAR_ASKS},
 };
 use evalgrid_proto::{
-    log::v1::{self as log, job_answered::Answer},
+    log::v1 as log,
     v1::{self, JudgeVerdict, TrialStatus, job_result},
 };
 use evalgrid_workflow::{
-    JobPhase, Kind, Part, Phase, State, Target, TrialKey,
+    Kind, Part, State, Target, TrialKey,
     decide::{self, Holder},
     retry, view,
 };
@@ -162,10 +162,22 @@ fn checked(cell: &mut Cell, batch: BatchId, passed: bool) {
     cell.destroyed("w", &sandbox);
 }
 
+/// The agent has answered, and its person speaks next.
+fn awaits(cell: &mut Cell, token: u64, turn: u32) {
+    let awaits = v1::AwaitsReply {
+        token,
+        turn,
+        conversation: Some(v1::Evidence::default()),
+    };
+    let event = decide::awaits_reply(&cell.state, "w", awaits, &mut cell.chance, cell.now_ms).unwrap();
+    cell.commit_all([event]);
+}
+
 fn outcome(cell: &Cell, batch: BatchId) -> &v1::TrialOutcome {
     cell.trial(key(batch)).outcome().expect("it has its verdict")
 }
 
+/// catalogue 17, J11: and no longer than a minute for one that is never told to be.
 #[test]
 fn judges_begin_when_the_trials_sandbox_is_gone() {
     let mut cell = Cell::new(1);
@@ -188,6 +200,7 @@ fn judges_begin_when_the_trials_sandbox_is_gone() {
     assert!(lease(&mut never, "j", "1").is_some());
 }
 
+/// catalogue J6: one that is missing is no verdict.
 #[test]
 fn verdicts_of_checks_and_judges() {
     use JudgeVerdict::{Error, Failed, Passed};
@@ -222,6 +235,7 @@ fn verdicts_of_checks_and_judges() {
     check(false, &[Failed, Error, Error], TrialStatus::Void, -1, broke);
 }
 
+/// catalogue 19, 20, J2: never a third time, and what comes late is not heard.
 #[test]
 fn a_call_that_is_lost_is_made_once_more() {
     let mut cell = Cell::new(1);
@@ -260,6 +274,7 @@ fn a_call_that_is_lost_is_made_once_more() {
     }
 }
 
+/// catalogue 13: and starts anew when that is lost.
 #[test]
 fn a_harness_that_judges_goes_on_in_its_sandbox() {
     let mut cell = Cell::new(1);
@@ -290,19 +305,14 @@ fn a_harness_that_judges_goes_on_in_its_sandbox() {
     assert!(third > second && second > token);
 }
 
+/// catalogue J14: each reply is a step, and belongs to one attempt.
 #[test]
 fn a_conversation() {
     let mut cell = Cell::new(1);
     let batch = start(&mut cell, 1, &[], Some("codex"));
     let (_, token) = cell.lease("w").unwrap();
     cell.step("w", token, "turn.1.agent");
-    let awaits = |token, turn| v1::AwaitsReply {
-        token,
-        turn,
-        conversation: Some(v1::Evidence::default()),
-    };
-    let event = decide::awaits_reply(&cell.state, "w", awaits(token, 1), &mut cell.chance, cell.now_ms).unwrap();
-    cell.commit_all([event]);
+    awaits(&mut cell, token, 1);
     assert_eq!(cell.lease("w"), None, "it waits for its person, and holds no slot");
     assert_eq!(cell.state.model_holders("command/"), 0);
     let (target, job) = lease(&mut cell, "j", "1").unwrap();
@@ -324,8 +334,7 @@ fn a_conversation() {
     assert_eq!(steps, ["turn.1.agent", "turn.1.person"]);
     assert_eq!(cell.trial(key(batch)).person.as_ref().unwrap().session_id, "s");
     // The executor's sandbox is lost while the second reply is due: the trial starts over, and the late reply is for nobody.
-    let event = decide::awaits_reply(&cell.state, "w", awaits(token, 2), &mut cell.chance, cell.now_ms).unwrap();
-    cell.commit_all([event]);
+    awaits(&mut cell, token, 2);
     let (_, job) = lease(&mut cell, "j", "1").unwrap();
     let sandbox = cell.sandbox(key(batch));
     cell.destroyed("w", &sandbox);
@@ -338,9 +347,91 @@ fn a_conversation() {
     assert_eq!(outcome(&cell, batch).status(), TrialStatus::Passed);
 }
 
+/// catalogue 56, J16: a person that is an agent is waited for as long as its judge runner may come back; then another is told the whole conversation.
+#[test]
+fn a_person_whose_judge_runner_stays_away() {
+    let mut cell = Cell::new(1);
+    let batch = start(&mut cell, 1, &[], Some("codex"));
+    let give_up = |cell: &mut Cell| {
+        let events = decide::give_up_absent(&cell.state, &|worker| worker == "j", GRACE_MS, &mut cell.chance, cell.now_ms);
+        cell.commit_all(events);
+    };
+    let (_, token) = cell.lease("w").unwrap();
+    cell.step("w", token, "turn.1.agent");
+    awaits(&mut cell, token, 1);
+    let (target, job) = lease(&mut cell, "j", "1").unwrap();
+    asks(&mut cell, job);
+    tell(&mut cell, job, replied(false));
+    let home = cell.trial(key(batch)).sandbox_of(Part::Reply).unwrap().to_owned();
+    // Away while the agent works: nobody waits for it.
+    cell.now_ms += 2 * GRACE_MS;
+    give_up(&mut cell);
+    assert!(decide::needed(&cell.state, &home));
+    let (_, token) = cell.lease("w").unwrap();
+    awaits(&mut cell, token, 2);
+    cell.now_ms += GRACE_MS - 1;
+    give_up(&mut cell);
+    assert!(
+        lease(&mut cell, "other", "1").is_none() && decide::needed(&cell.state, &home),
+        "its memory is where it was"
+    );
+    cell.now_ms += 1;
+    give_up(&mut cell);
+    assert!(
+        !decide::needed(&cell.state, &home) && cell.state.sandbox(&home).is_some(),
+        "given up, and in custody"
+    );
+    let job = cell.trial(key(batch)).job(target.part).unwrap();
+    assert_eq!((job.unclear, job.refused), (0, 0), "nobody was asked");
+    assert_eq!(cell.trial(key(batch)).person, None, "a new one knows no session");
+    let (_, job) = lease(&mut cell, "other", "1").unwrap();
+    assert_ne!(cell.trial(key(batch)).sandbox_of(Part::Reply), Some(home.as_str()));
+    tell(&mut cell, job, replied(false));
+    assert_eq!(cell.trial(key(batch)).steps.last().unwrap().step, "turn.2.person");
+    assert!(cell.lease("w").is_some(), "the conversation goes on");
+}
+
+/// catalogue 34, 35, 36: judge runners that die before they ask, again and again: the job ends after a bounded number of leases, with the reason.
+#[test]
+fn a_job_that_kills_its_judge_runners() {
+    const STOPPED: &str = "the judge runner stopped 16 times in a row while it worked on this";
+    for person in [false, true] {
+        let mut cell = Cell::new(1);
+        let batch = start(&mut cell, 1, if person { &[] } else { &[""] }, person.then_some(""));
+        if person {
+            let (_, token) = cell.lease("w").unwrap();
+            cell.step("w", token, "turn.1.agent");
+            awaits(&mut cell, token, 1);
+        } else {
+            checked(&mut cell, batch, true);
+        }
+        let mut leases = 0;
+        while let Some((target, _)) = lease(&mut cell, "j", &leases.to_string()) {
+            leases += 1;
+            let job = cell.trial(key(batch)).job(target.part).unwrap();
+            assert_eq!(
+                (job.idle_leases, job.unclear, job.refused),
+                (leases, 0, 0),
+                "counted when it is granted"
+            );
+            replaced(&mut cell, "j", &leases.to_string());
+            cell.now_ms += decide::MAX_DELAY_MS;
+        }
+        assert_eq!(leases, decide::MAX_IDLE_LEASES);
+        let reason = match person {
+            true => String::from_utf8(cell.trial(key(batch)).steps.last().unwrap().result.to_vec()).unwrap(),
+            false => outcome(&cell, batch).failure.clone().unwrap(),
+        };
+        assert!(reason.contains(STOPPED), "{reason}");
+        // Whoever ran the agent ends the conversation, with that.
+        assert_eq!(cell.lease("w").is_some(), person);
+    }
+}
+
+/// catalogue 17, J12: by people, and by time alone.
 #[test]
 fn ends_from_outside_keep_what_is_known() {
-    for end in ["cancel", "resolve"] {
+    for end in ["cancel", "resolve", "abandon"] {
         let mut cell = Cell::new(1);
         let batch = start(&mut cell, 1, &["", ""], None);
         let organization = cell.organization_of(key(batch));
@@ -353,9 +444,15 @@ fn ends_from_outside_keep_what_is_known() {
                 let events = decide::cancel(&cell.state, &organization, &batch, cell.now_ms).unwrap();
                 cell.commit_all(events);
             }
-            _ => {
+            "resolve" => {
                 let event = decide::resolve(&cell.state, key(batch), "enough", cell.now_ms).unwrap();
                 cell.commit_all([event]);
+            }
+            _ => {
+                cell.now_ms += ABANDONED_AFTER_MS - 1;
+                assert_eq!(decide::abandon(&cell.state, cell.now_ms), []);
+                let events = decide::abandon(&cell.state, cell.now_ms + 1);
+                cell.commit_all(events);
             }
         }
         let outcome = outcome(&cell, batch);
@@ -368,6 +465,7 @@ fn ends_from_outside_keep_what_is_known() {
     }
 }
 
+/// catalogue J13: only judges are asked.
 #[test]
 fn a_regrade_asks_the_judges_of_those_that_ran() {
     let mut cell = Cell::new(1);
@@ -413,88 +511,6 @@ fn a_regrade_asks_the_judges_of_those_that_ran() {
     );
 }
 
-/// What must hold after every move.
-fn sound(state: &State, log: &[evalgrid_workflow::Event]) {
-    let mut held = BTreeMap::new();
-    for (token, lease) in state.leases() {
-        let trial = state.trial(lease.trial).unwrap();
-        let holds = match lease.part {
-            Part::Trial => matches!(trial.phase, Phase::Leased { token: own } if own == token),
-            part => trial.job(part).unwrap().token() == Some(token),
-        };
-        assert!(holds, "a lease is of what says so");
-        assert!(held.insert((lease.trial, lease.part), token).is_none(), "one lease each");
-    }
-    let mut waiting = 0;
-    for batch in state.batches() {
-        for (key, trial) in batch.trials() {
-            waiting += usize::from(matches!(trial.phase, Phase::Queued { .. }));
-            for (part, job) in trial.jobs() {
-                waiting += usize::from(matches!(job.phase, JobPhase::Waits { .. }));
-                assert_eq!(job.token(), held.get(&(key, part)).copied());
-                assert!(job.unclear <= MAX_UNCLEAR_ASKS && job.refused <= MAX_REFUSED_ASKS);
-            }
-        }
-    }
-    assert_eq!(state.waiting(), waiting, "the queue holds what waits, and nothing else");
-    for (name, _) in state.custody() {
-        let holders = state
-            .leases()
-            .filter(|(_, lease)| state.trial(lease.trial).unwrap().sandbox_of(lease.part) == Some(name));
-        assert!(holders.count() <= 1, "one worker in a sandbox");
-    }
-    for key in [
-        "judge/openai/large",
-        "judge/codex/large",
-        "judge/claude/large",
-        "person/openai/large",
-        "person/codex/large",
-        "command/",
-    ] {
-        let holds = |lease: &&evalgrid_workflow::Lease| {
-            let batch = state.batch(&lease.trial.batch).unwrap();
-            match batch.answerer(lease.target()) {
-                Some(answerer) => evalgrid_workflow::jobs::model_key(lease.part, answerer) == key,
-                None => key == "command/",
-            }
-        };
-        let living = state.leases().filter(|(_, lease)| holds(lease)).count();
-        assert_eq!(state.model_holders(key), living, "{key}: those who hold are those who live");
-    }
-    let mut answered = std::collections::BTreeSet::new();
-    let answers = log.iter().filter_map(|event| match &event.kind {
-        Some(Kind::JobAnswered(answered)) if matches!(answered.answer, Some(Answer::Judged(_))) => answered.job.clone(),
-        _ => None,
-    });
-    for job in answers {
-        assert!(answered.insert(job.encode_to_vec()), "a judge answers once");
-    }
-    let (mut answered, mut last) = (std::collections::BTreeSet::new(), 0);
-    for event in log {
-        match &event.kind {
-            Some(Kind::JobAnswered(done)) if matches!(done.answer, Some(Answer::Judged(_))) => {
-                answered.insert(done.job.as_ref().unwrap().encode_to_vec());
-            }
-            Some(Kind::JobLeased(leased)) => {
-                assert!(leased.token > last, "tokens grow");
-                last = leased.token;
-                assert!(
-                    !answered.contains(&leased.job.as_ref().unwrap().encode_to_vec()),
-                    "who has answered is not asked again"
-                );
-            }
-            _ => {}
-        }
-    }
-    let saved = state.save();
-    let restored = State::restore(&saved).unwrap();
-    assert_eq!(
-        restored.save().encode_to_vec(),
-        saved.encode_to_vec(),
-        "a snapshot is the whole state"
-    );
-}
-
 /// One move of a judge runner that keeps the rules of asking: what has been asked often enough is answered finally.
 fn job_move(cell: &mut Cell, target: Target, token: u64) {
     let job = cell.trial(target.trial).job(target.part).unwrap().clone();
@@ -537,6 +553,7 @@ fn job_move(cell: &mut Cell, target: Target, token: u64) {
     tell(cell, token, result);
 }
 
+/// catalogue 1, 39, 40, J1: in every state the queue holds who waits, the limits hold who lives, and who has answered is not leased again.
 #[test]
 fn random_histories() {
     for seed in 0..300 {
@@ -566,13 +583,7 @@ fn random_histories() {
                         cell.step("w", token, &format!("turn.{turns}.agent"));
                         let person = cell.state.batch(&key.batch).unwrap().cases[0].person.is_some();
                         if person && turns < 3 {
-                            let awaits = v1::AwaitsReply {
-                                token,
-                                turn: turns,
-                                conversation: Some(v1::Evidence::default()),
-                            };
-                            let event = decide::awaits_reply(&cell.state, "w", awaits, &mut cell.chance, cell.now_ms).unwrap();
-                            cell.commit_all([event]);
+                            awaits(&mut cell, token, turns);
                         } else {
                             cell.pass("w", token);
                         }
@@ -620,7 +631,7 @@ fn random_histories() {
                     }
                 }
             }
-            sound(&cell.state, &cell.log);
+            sound::sound(&cell.state, &cell.log);
             if cell.chance.below(20) == 0 {
                 // A restart from a snapshot goes on as if there had been none.
                 cell.state = State::restore(&cell.state.save()).unwrap();
