@@ -310,6 +310,7 @@ fn stays_inside(text: &str) {
     assert_eq!(prompt(&asked), format!("{}\n\n{}", asked.instructions, asked.input));
 }
 
+/// catalogue J4: whatever it is made of, it stays evidence.
 #[test]
 fn hostile_texts_stay_inside_the_fence() {
     let (word, _) = read(&question(&judge(), &hostile("plain"), NONCE));
@@ -356,6 +357,7 @@ fn hostile_texts_stay_inside_the_fence() {
     stays_inside(&format!("{word} {moved}"));
 }
 
+/// catalogue J9: labels, and not what they are worth.
 #[test]
 fn a_question_says_what_counts() {
     let question = question(&judge(), &Material::of_answer("2+2?", "4", Some("4")), NONCE);
@@ -393,6 +395,7 @@ fn a_question_says_what_counts() {
     assert_eq!(reversed.input, question.input);
 }
 
+/// catalogue J5: of all that looks like one.
 #[test]
 fn only_what_was_asked_for_is_an_answer() {
     use AnswerError::*;

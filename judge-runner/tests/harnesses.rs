@@ -93,6 +93,7 @@ async fn judge(script: &str, change: impl FnOnce(&mut JobLease)) -> (Told, Grid)
     (told, grid)
 }
 
+/// catalogue J7: it begins with nothing, and leaves nothing.
 #[tokio::test]
 async fn a_judge_in_a_sandbox_of_its_own() {
     let script = format!(r#"say "thinking about it with $OPENAI_API_KEY"; [[ $question == *"It is blue now."* ]] || exit 1; {YES}"#);
@@ -210,7 +211,7 @@ async fn a_judge_outlives_its_runner() {
     runner.stop().await;
 }
 
-/// A person keeps its sandbox and its session: it is told everything once, then only what is new.
+/// catalogue J16: a person keeps its sandbox and its session: it is told everything once, then only what is new.
 #[tokio::test]
 async fn a_person_remembers() {
     let mut grid = Grid::new().await;

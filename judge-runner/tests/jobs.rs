@@ -121,6 +121,7 @@ async fn judge(answer: Reply, change: impl FnOnce(&Grid, &mut JobLease)) -> (Tol
     (told, grid, model.requests().len())
 }
 
+/// catalogue J8: with the model that gave it.
 #[tokio::test]
 async fn a_judgment() {
     let (told, grid, asks) = judge(says(YES), |_, _| {}).await;
@@ -158,6 +159,7 @@ async fn a_judgment() {
     assert_eq!(metadata["questionSha256"].as_str().unwrap().len(), 64);
 }
 
+/// catalogue J2: a crash behind that is one ask, and known.
 #[tokio::test]
 async fn it_is_on_record_before_it_is_asked() {
     let model = Server::start(vec![says(YES)]).await;
@@ -198,6 +200,7 @@ async fn a_runner_without_sandboxes() {
     runner.stop().await;
 }
 
+/// catalogue 58: whoever comes next asks instead.
 #[tokio::test]
 async fn a_runner_that_stops_gives_its_jobs_back() {
     let model = Server::start(vec![Reply::Stuck(String::new())]).await;
@@ -210,6 +213,7 @@ async fn a_runner_that_stops_gives_its_jobs_back() {
     assert_eq!((told.failures[0].token, told.failures[0].kind()), (7, AttemptFailureKind::Released));
 }
 
+/// catalogue J5: a label that is not one of the judge's has no score.
 #[tokio::test]
 async fn what_a_score_means() {
     let check = async |answer: &str, verdict: JudgeVerdict, error: &str| {
@@ -316,7 +320,7 @@ async fn what_is_not_asked() {
     check(&with(missing), "the file shed.txt is not there").await;
 }
 
-/// What the scheduler has asked again, and what is the end because it was the last time.
+/// catalogue J3: what the scheduler has asked again, and what is the end because it was the last time.
 #[tokio::test]
 async fn what_may_be_asked_again() {
     let limited = Reply::with(429, &[("retry-after", "2")], r#"{"error":{"message":"slow down"}}"#);

@@ -130,6 +130,7 @@ async fn what_a_judge_answers() {
     assert_eq!(Value::Object(ended.metadata), metadata);
 }
 
+/// catalogue J5: refused, cut off, or something else than an answer.
 #[tokio::test]
 async fn what_is_no_judges_answer() {
     let check = async |status: &str, output: Value, more: Value, expected: Failure, raw: &str| {
@@ -227,6 +228,7 @@ async fn usage_that_is_not_known_is_not_zero() {
     }
 }
 
+/// catalogue J3: one request, whatever comes back.
 #[tokio::test]
 async fn what_is_asked_again_is_not_decided_here() {
     let judged = async |reply: Reply| judge(reply).await.0;

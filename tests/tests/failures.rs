@@ -3,19 +3,26 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-/// Rows of the list.
-const ROWS: u32 = 61;
+/// Rows of the list, and of what judges and people add to it.
+const ROWS: [(&str, u32); 2] = [("", 61), ("J", 18)];
 /// Words that a failure, and what is done about it, may take: it is a page to look things up in.
 const MAX_WORDS: (usize, usize) = (12, 15);
 
-/// The rows that a text cites: numbers behind the word, with commas between.
-fn cited(text: &str) -> BTreeSet<u32> {
+/// A number, or one behind a `J`.
+fn is_row(text: &str) -> bool {
+    text.strip_prefix('J').unwrap_or(text).parse::<u32>().is_ok()
+}
+
+/// The rows that a text cites: they stand behind the word, with commas between.
+fn cited(text: &str) -> BTreeSet<String> {
     let mut rows = BTreeSet::new();
     for behind in text.split("catalogue ").skip(1) {
         for word in behind.split_whitespace() {
-            let number = word.trim_end_matches([',', ':', '.', ';']);
-            let Ok(row) = number.parse() else { break };
-            rows.insert(row);
+            let row = word.trim_end_matches([',', ':', '.', ';']);
+            if !is_row(row) {
+                break;
+            }
+            rows.insert(row.to_owned());
             if !word.ends_with(',') {
                 break;
             }
@@ -51,10 +58,11 @@ fn problems(page: &str, read: impl Fn(&str) -> Option<String>) -> Vec<String> {
     let mut seen = BTreeSet::new();
     for line in page.lines() {
         let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
-        let Some(row) = cells[0].parse::<u32>().ok().filter(|_| line.starts_with('|')) else {
+        let row = cells[0];
+        if !line.starts_with('|') || !is_row(row) {
             continue;
-        };
-        if !seen.insert(row) {
+        }
+        if !seen.insert(row.to_owned()) {
             problems.push(format!("row {row} is there twice"));
         }
         let [_, failure, done, tests] = cells[..] else {
@@ -75,16 +83,16 @@ fn problems(page: &str, read: impl Fn(&str) -> Option<String>) -> Vec<String> {
             let found = read(path).ok_or_else(|| "there is no such file".to_owned());
             match found.and_then(|source| test_text(&source, name)) {
                 Err(why) => problems.push(format!("row {row}: {test}: {why}")),
-                Ok(text) if !cited(&text).contains(&row) => problems.push(format!("row {row}: {test} does not say \"catalogue {row}\"")),
+                Ok(text) if !cited(&text).contains(row) => problems.push(format!("row {row}: {test} does not say \"catalogue {row}\"")),
                 Ok(_) => {}
             }
         }
     }
-    problems.extend(
-        (1..=ROWS)
-            .filter(|row| !seen.contains(row))
-            .map(|row| format!("row {row} is missing")),
-    );
+    let all = ROWS
+        .iter()
+        .flat_map(|(kind, rows)| (1..=*rows).map(move |row| format!("{kind}{row}")));
+    let missing = all.filter(|row| !seen.contains(row));
+    problems.extend(missing.map(|row| format!("row {row} is missing")));
     problems
 }
 
@@ -98,7 +106,7 @@ fn every_row_has_its_tests() {
 
 #[test]
 fn what_is_missing_is_found() {
-    let source = "/// catalogue 1, 2: so.\n#[test]\nfn good() {\n    // catalogue 3: there.\n}\n\n/// catalogue 4.\nfn helper() {}\n\n#[test]\nfn bare() {\n}\n";
+    let source = "/// catalogue 1, J2, 2: so.\n#[test]\nfn good() {\n    // catalogue 3: there.\n}\n\n/// catalogue 4.\nfn helper() {}\n\n#[test]\nfn bare() {\n}\n";
     let read = |path: &str| (path == "a.rs").then(|| source.to_owned());
     let check = |row: &str, expected: &str| {
         let found = problems(row, read);
@@ -108,10 +116,11 @@ fn what_is_missing_is_found() {
             _ => assert!(other.len() == 1 && other[0].contains(expected), "{row}: {other:?}"),
         }
     };
-    for row in 1..=3 {
+    for row in ["1", "2", "3", "J2"] {
         check(&format!("| {row} | a | b | `a.rs::good` |"), "");
     }
     check("| 4 | a | b | `a.rs::good` |", "does not say \"catalogue 4\"");
+    check("| J1 | a | b | `a.rs::good` |", "does not say \"catalogue J1\"");
     check("| 3 | a | b | `a.rs::bare` |", "does not say");
     check("| 4 | a | b | `a.rs::helper` |", "no test");
     check("| 1 | a | b | `a.rs::gone` |", "no function");
@@ -121,5 +130,6 @@ fn what_is_missing_is_found() {
     check("| 1 | a | | `a.rs::good` |", "four cells");
     check(&format!("| 1 |{} | b | `a.rs::good` |", " word".repeat(13)), "more than 12");
     check("| 1 | a | b | `a.rs::good` |\n| 1 | a | b | `a.rs::good` |", "twice");
-    assert_eq!(problems("", read).len(), ROWS as usize, "and all rows are wanted");
+    let rows: u32 = ROWS.iter().map(|(_, rows)| rows).sum();
+    assert_eq!(problems("", read).len(), rows as usize, "and all rows are wanted");
 }

@@ -68,11 +68,11 @@ fn rig(folder: &Path, model: &ModelServer) -> Server {
     server
 }
 
-/// One answer for each of so many jobs, of which none was asked too often.
-fn check(server: &Server, model: &ModelServer, jobs: usize) {
+/// One answer for each of so many jobs, of which none was asked more often than that.
+fn check(server: &Server, model: &ModelServer, jobs: usize, most: usize) {
     let (asks, answers) = (asks(model), server.answers());
     println!("asks {asks:?}\nanswers {answers:?}");
-    assert!(asks.len() <= jobs && asks.values().all(|times| *times <= MAX_ASKS), "{asks:?}");
+    assert!(asks.len() <= jobs && asks.values().all(|times| *times <= most), "{asks:?}");
     assert!(answers.len() == jobs && answers.values().all(|times| *times == 1), "{answers:?}");
 }
 
@@ -90,7 +90,7 @@ fn check_trials(batch: &Value, lost: impl Fn(usize) -> bool) {
     }
 }
 
-/// Killed while the request is open: asked once more. Killed again: never a third time.
+/// catalogue J2: killed while the request is open: asked once more. Killed again: never a third time.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_judge_runner_that_is_killed_while_it_asks() {
     let model = ModelServer::start("127.0.0.1:0", None).await.unwrap();
@@ -119,11 +119,11 @@ async fn a_judge_runner_that_is_killed_while_it_asks() {
     assert_eq!(suite::trials(&ended)[1]["status"], "void");
     assert_eq!(model.totals().requests, 4);
     drop(roles);
-    check(&server, &model, 2);
+    check(&server, &model, 2, MAX_ASKS);
 }
 
-/// Kills at seeded moments, by `kill`, while judges that take their time are asked.
-async fn killed_at_any_time(seed: u64, kill: impl Fn(&mut Roles, &Server, &mut StdRng)) {
+/// Kills at seeded moments, by `kill`, while judges that take their time are asked: each of them no more often than `most`.
+async fn killed_at_any_time(seed: u64, most: usize, kill: impl Fn(&mut Roles, &Server, &mut StdRng)) {
     let seed = std::env::var("EVALGRID_SEED").map_or(seed, |seed| seed.parse().unwrap());
     println!("EVALGRID_SEED={seed}");
     let mut rng = StdRng::seed_from_u64(seed);
@@ -146,7 +146,7 @@ async fn killed_at_any_time(seed: u64, kill: impl Fn(&mut Roles, &Server, &mut S
     check_trials(&ended, |_| true);
     // Whoever has answered is not asked again, however often all of them start anew.
     drop(roles);
-    check(&server, &model, waits.len());
+    check(&server, &model, waits.len(), most);
     let (mut roles, api) = Roles::start(&server).await;
     assert_eq!(api.ended(&id, PATIENCE).await["status"], "finished");
     roles.judge_runner.kill();
@@ -156,25 +156,27 @@ async fn killed_at_any_time(seed: u64, kill: impl Fn(&mut Roles, &Server, &mut S
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_judge_runner_that_is_killed_at_any_time() {
-    killed_at_any_time(1, |roles, server, _| {
+    killed_at_any_time(1, MAX_ASKS, |roles, server, _| {
         roles.judge_runner.kill();
         roles.judge_runner = server.judge_runner("judges");
     })
     .await;
 }
 
+/// catalogue 1, 23: the judge runner lives, keeps its jobs, and tells the next scheduler what came of them.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_scheduler_that_is_killed_at_any_time() {
-    killed_at_any_time(2, |roles, server, _| {
+    killed_at_any_time(2, 1, |roles, server, _| {
         roles.scheduler.kill();
         roles.scheduler = server.scheduler();
     })
     .await;
 }
 
+/// catalogue J1: whoever has answered has.
 #[tokio::test(flavor = "multi_thread")]
 async fn both_killed_at_any_time() {
-    killed_at_any_time(3, |roles, server, rng| {
+    killed_at_any_time(3, MAX_ASKS, |roles, server, rng| {
         roles.scheduler.kill();
         if rng.random_bool(0.7) {
             roles.judge_runner.kill();

@@ -202,6 +202,7 @@ const FAILURES: &[Row] = &[
 /// What is not a failure, though it may look like one.
 const ANSWERS: &[(&str, &str, usize)] = &[("fenced", "mfenced", 1), ("refused-twice", "mfirst2-m429", 3)];
 
+/// catalogue 52, J3, J5, J7, J18: by who judges, how often it was asked, and what is told.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_each_failure_comes_to() {
     assert!(
@@ -274,6 +275,7 @@ async fn what_each_failure_comes_to() {
     }
 }
 
+/// catalogue J6: all must pass, and one without an answer makes it void.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_judges_and_checks_come_to_together() {
     let grid = Grid::start(&["ANTHROPIC_API_KEY"]).await;
@@ -356,7 +358,7 @@ fn hostile() -> Vec<String> {
     texts.map(str::to_owned).to_vec()
 }
 
-/// The judge picks `wrong` for all that does not say "four"; it would obey every one of these if it stood outside the evidence.
+/// catalogue J4: the judge picks `wrong` for all that does not say "four"; it would obey every one of these if it stood outside the evidence.
 #[tokio::test(flavor = "multi_thread")]
 async fn hostile_answers_do_not_move_their_grade() {
     let grid = Grid::start(&[]).await;
@@ -395,7 +397,7 @@ async fn hostile_answers_do_not_move_their_grade() {
     }
 }
 
-/// What judges are asked, keep and say is free of what an agent has printed and should not have.
+/// catalogue J10: what judges are asked, keep and say is free of what an agent has printed and should not have.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_secret_reaches_no_judge_and_no_surface() {
     const SECRET: &str = "sk-live0canary0secret0that0nobody0may0see1";

@@ -83,6 +83,7 @@ fn mark(row: &Row) -> String {
     format!("This is row {}.", id(row))
 }
 
+/// catalogue J15: by who plays the person, how often it was asked, and what is told.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_each_failure_comes_to() {
     let models = ModelServer::start("127.0.0.1:0", None).await.unwrap();
@@ -162,7 +163,7 @@ async fn missing_keys() {
     }
 }
 
-/// Real agents, and people of both kinds: who says what, in which order, and when it ends.
+/// catalogue J17: real agents, and people of both kinds: who says what, in which order, and when it ends.
 #[tokio::test(flavor = "multi_thread")]
 async fn conversations_of_real_agents() {
     let models = ModelServer::start("127.0.0.1:0", None).await.unwrap();

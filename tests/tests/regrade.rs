@@ -50,7 +50,7 @@ fn choices(batch: &Value) -> Vec<String> {
     suite::trials(batch).iter().map(judged).collect()
 }
 
-/// A regrade asks other judges about what is stored; no agent runs again, and the old batch stays as it is.
+/// catalogue J13: a regrade asks other judges about what is stored; no agent runs again, and the old batch stays as it is.
 #[tokio::test(flavor = "multi_thread")]
 async fn ended_batches_are_judged_anew() {
     let model = ModelServer::start("127.0.0.1:0", None).await.unwrap();

@@ -286,6 +286,7 @@ fn seed() -> u64 {
     seed
 }
 
+/// catalogue J2, J14: the whole server is killed, about once in 0.6 s.
 #[tokio::test(flavor = "multi_thread")]
 async fn one_machine_survives_being_killed() {
     let mut rng = StdRng::seed_from_u64(seed());
@@ -318,6 +319,7 @@ async fn one_machine_survives_being_killed() {
     assert!(answers.values().all(|times| *times == 1), "answered twice: {answers:?}");
 }
 
+/// catalogue 19, J1: whoever was frozen past its lease wakes up, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cell_survives_whatever_is_killed() {
     let folder = tempfile::tempdir().unwrap();

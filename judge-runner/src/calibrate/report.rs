@@ -490,6 +490,7 @@ mod tests {
         check("ab", "-/a -/b", None, false, "no item has a valid answer");
     }
 
+    /// catalogue J9: how often, and towards what.
     #[test]
     fn where_a_pick_moves_when_the_order_is_turned() {
         let check = |labels: &str, picks: &str, changed: Option<f64>, first: Option<f64>, chance: Option<f64>| {
@@ -508,6 +509,7 @@ mod tests {
         check("a", "-/a", None, None, None);
     }
 
+    /// catalogue J9: long answers that score more than their label, or do not.
     #[test]
     fn a_pull_of_length_is_seen() {
         // Lengths grow; scores of what is picked grow against those of the labels.
