@@ -10,6 +10,7 @@
 mod agents;
 mod cell;
 mod floor;
+mod judges;
 mod machine;
 mod memory;
 mod recovery;
@@ -76,6 +77,12 @@ enum What {
         #[arg(long, default_value_t = 20)]
         trials: usize,
     },
+    /// What judges and simulated people by a model cost, beside the bare requests to the same model server.
+    Judges {
+        /// Trials in all, per run and row: whole hundreds, at most 300.
+        #[arg(long, default_value_t = 200)]
+        trials: usize,
+    },
     /// From `kill -9` with 100 trials in flight to the first new step.
     Restart,
     /// From the start of a killed scheduler to its first answer: a million records, and 100,000 waiting trials.
@@ -106,6 +113,7 @@ async fn main() {
             std::fs::create_dir_all(&tools).unwrap();
             agents::report(&folder, runs, &tools.canonicalize().unwrap(), &slots, trials).await;
         }
+        What::Judges { trials } => judges::report(&folder, runs, trials).await,
         What::Restart => restart::report(&folder, runs).await,
         What::Recovery => recovery::report(&folder, runs).await,
         What::Cell => cell::report(&folder, runs).await,
@@ -113,6 +121,7 @@ async fn main() {
         What::All => {
             steps::report(&folder, runs, &[1, 16, 100, 256], 120_000).await;
             trials::report(&folder, runs, &[8, 16], 1200).await;
+            judges::report(&folder, runs, 200).await;
             restart::report(&folder, runs).await;
             recovery::report(&folder, runs).await;
             cell::report(&folder, runs).await;

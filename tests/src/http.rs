@@ -92,3 +92,34 @@ impl Api {
         .await
     }
 }
+
+/// Bare requests, for whoever measures what a server does when nobody of ours is in between. Connections are kept.
+#[derive(Clone)]
+pub struct Bare {
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl Default for Bare {
+    fn default() -> Bare {
+        Bare {
+            client: Client::builder(TokioExecutor::new()).build_http(),
+        }
+    }
+}
+
+impl Bare {
+    /// One JSON body with a bearer key; the status, once the whole answer is there.
+    pub async fn post(&self, url: &str, key: &str, body: Vec<u8>) -> Result<u16, String> {
+        let request = Request::builder()
+            .method(Method::POST)
+            .uri(url)
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| error.to_string())?;
+        let response = self.client.request(request).await.map_err(|error| format!("{error:?}"))?;
+        let status = response.status().as_u16();
+        response.into_body().collect().await.map_err(|error| error.to_string())?;
+        Ok(status)
+    }
+}
