@@ -410,6 +410,15 @@ async fn a_person_of_a_model() {
         1,
     )
     .await;
+    let late = |lease: &mut JobLease| lease.spent_ms = 119_800;
+    check(
+        Reply::Stuck(String::new()),
+        &late,
+        failure("there was no answer within 2m"),
+        true,
+        1,
+    )
+    .await;
     let stopped = failure("it was asked 2 times, and each time the judge runner stopped before an answer was kept");
     check(replies("Blue."), &|lease| lease.unclear = 2, stopped, true, 0).await;
 }
