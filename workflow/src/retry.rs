@@ -73,7 +73,12 @@ pub fn regraded(batch: &v1::Batch, judged: &[bool]) -> Result<Vec<log::CarriedTr
             carried.push(log::CarriedTrial {
                 run: position.into(),
                 ordinal: trial.ordinal,
-                outcome: Some(v1::TrialOutcome { carried: true, ..outcome }),
+                outcome: Some(v1::TrialOutcome {
+                    carried: true,
+                    // That was the old batch. This one is not.
+                    cancelled: false,
+                    ..outcome
+                }),
             });
         }
     }
