@@ -23,7 +23,7 @@ use evalgrid_store::{
     log::{MAX_GROUP_BYTES, MAX_GROUP_RECORDS, RECORD_OVERHEAD},
 };
 use evalgrid_workflow::{
-    CheckIns, State, decide,
+    CheckIns, Part, State, decide,
     faults::{self, Fault},
     growth,
 };
@@ -258,10 +258,11 @@ impl Core {
         self.position += 1;
     }
 
-    /// A verdict that did not come from the worker itself takes its lease away: tell it.
+    /// A verdict that did not come from the worker itself takes its lease away, and whoever is being asked for a trial is asked no more where that
+    /// has its verdict or starts over: tell them.
     fn before_apply(&mut self, event: &Event) {
-        let Some(Kind::TrialSettled(settled)) = &event.kind else { return };
-        if !self.own_verdict
+        if let Some(Kind::TrialSettled(settled)) = &event.kind
+            && !self.own_verdict
             && let Some(lease) = self.state.lease(settled.token)
         {
             let reason = settled
@@ -272,11 +273,29 @@ impl Core {
             self.sessions
                 .revoke(&lease.worker_id.clone(), settled.token, reason, self.position + 1);
         }
-        let trial = settled.trial.as_ref().and_then(|trial| self.state.trial_at(trial));
+        let (trial, reason) = match &event.kind {
+            Some(Kind::TrialSettled(settled)) => (
+                settled.trial.as_ref().and_then(|trial| self.state.trial_at(trial)),
+                "the trial has its verdict",
+            ),
+            Some(Kind::AttemptEnded(ended)) if ended.token == 0 => (
+                ended.trial.as_ref().and_then(|trial| self.state.trial_at(trial)),
+                "the trial starts over",
+            ),
+            Some(Kind::SandboxDestroyed(gone)) => {
+                let trial = self
+                    .state
+                    .sandbox(&gone.sandbox)
+                    .and_then(|sandbox| self.state.trial(sandbox.trial));
+                let trial = trial.filter(|trial| trial.lives_in(&gone.sandbox) == Some(Part::Trial));
+                (trial, "the trial starts over")
+            }
+            _ => return,
+        };
         let jobs = trial.into_iter().flat_map(|trial| trial.jobs()).filter_map(|(_, job)| job.token());
         for token in jobs.collect::<Vec<_>>() {
             if let Some(lease) = self.state.lease(token) {
-                let reason = "the trial has its verdict".to_owned();
+                let reason = reason.to_owned();
                 self.sessions.revoke(&lease.worker_id.clone(), token, reason, self.position + 1);
             }
         }
