@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use evalgrid_proto::v1::VariantInfo;
 
+use crate::state::TrialKey;
+
 /// The times of a provider's newest sandboxes that are remembered: a bucket holds no more, so more would say nothing.
 pub const MAX_CREATE_BURST: u32 = 1_024;
 /// What a provider of models may ask for with a 429 is believed up to here: longer, and a trial would rather be tried and refused again.
@@ -62,6 +64,8 @@ struct Provider {
     starting: BTreeSet<String>,
     /// Sandboxes in custody.
     living: BTreeSet<String>,
+    /// Trials that have one of them, and whose person is a harness and needs another one.
+    talking: BTreeSet<TrialKey>,
     /// When the newest ones were asked for, milliseconds since the epoch.
     recent: VecDeque<u64>,
     /// When the bucket is full again, microseconds since the epoch. Kept only under a limit.
@@ -119,6 +123,18 @@ impl Admission {
     /// A sandbox is in custody from here on.
     pub fn lives(&mut self, provider: &str, sandbox: &str) {
         self.provider(provider).living.insert(sandbox.to_owned());
+    }
+
+    /// A trial has a sandbox, and its person will need one, too.
+    pub fn talks(&mut self, provider: &str, trial: TrialKey) {
+        self.provider(provider).talking.insert(trial);
+    }
+
+    /// The trial has come to its end, or its sandbox is lost.
+    pub fn talks_no_more(&mut self, trial: TrialKey) {
+        for provider in self.providers.values_mut() {
+            provider.talking.remove(&trial);
+        }
     }
 
     /// One is to be made now.
@@ -198,14 +214,21 @@ impl Admission {
         });
     }
 
-    /// Whether one more sandbox of the provider may be asked for.
-    pub fn provider_open(&self, name: &str, now_ms: u64) -> bool {
+    /// Whether one more sandbox of the provider may be asked for: for a trial, or for a judge or a person (`answers`).
+    pub fn provider_open(&self, name: &str, answers: bool, now_ms: u64) -> bool {
         let Some(limits) = self.limits.providers.get(name) else {
             return true;
         };
         let Some(provider) = self.providers.get(name) else { return true };
+        // Trials wait in their sandboxes for people who need sandboxes of their own. One place stays free for these, or all would wait for all;
+        // and where there is but one place, there are two for this.
+        let places = match (provider.talking.is_empty(), answers) {
+            (true, _) => limits.max_living,
+            (false, true) => limits.max_living.max(2),
+            (false, false) => limits.max_living.saturating_sub(1),
+        };
         provider.starting.len() < limits.max_starting as usize
-            && provider.living.len() < limits.max_living as usize
+            && provider.living.len() < places as usize
             && limits.opens_ms(provider.full_at_us) <= now_ms
     }
 

@@ -352,6 +352,7 @@ impl State {
             Some(Phase::Queued { .. }) => self.stop_waiting(Target::trial(key)),
             Some(Phase::Conversing(_) | Phase::Judging(_)) => self.stop_asking(key),
         }
+        self.admission.talks_no_more(key);
         let Some(batch) = self.batches.get_mut(&key.batch) else {
             return illegal("a verdict for no batch");
         };

@@ -43,6 +43,9 @@ impl State {
             }
             self.admission.lives(&wait.provider, &granted.sandbox);
             self.admission.asked_for(&wait.provider, at_ms);
+            if self.has_harness_person(key) {
+                self.admission.talks(&wait.provider, key);
+            }
             // Before it leaves the queue, or the turn of its organization would be lost.
             self.queue.charge(&wait.provider, &wait.organization);
         }
@@ -263,10 +266,25 @@ impl State {
                 trial.progress_ms = at_ms;
             }
             trial.sandbox = None;
+            // The next conversation has another person: this one's sandbox must not keep its place.
+            trial.person = None;
             trial.steps.clear();
+        }
+        if loses_sandbox {
+            self.admission.talks_no_more(key);
         }
         self.enqueue(Target::trial(key), at_ms);
         Ok(())
+    }
+
+    /// Whether a trial's person is a harness, which lives in a sandbox as the trial does.
+    pub(crate) fn has_harness_person(&self, key: TrialKey) -> bool {
+        let person = Target {
+            trial: key,
+            part: Part::Reply,
+        };
+        let answerer = self.batches.get(&key.batch).and_then(|batch| batch.answerer(person));
+        answerer.is_some_and(|answerer| !answerer.harness.is_empty())
     }
 
     /// Where what waits stands in the queue.

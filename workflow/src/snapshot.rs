@@ -91,6 +91,7 @@ impl State {
         for batch in &saved.batches {
             state.restore_batch(batch)?;
         }
+        state.talk_again();
         for lease in &saved.leases {
             let trial = trial_key(lease.trial.as_ref())?;
             let part = match &lease.job {
@@ -286,6 +287,25 @@ impl State {
     }
 
     /// Those who wait, in their old order.
+    /// Trials in whose sandbox a conversation goes on, or may.
+    fn talk_again(&mut self) {
+        let lives = |trial: &Trial| {
+            trial
+                .sandbox
+                .as_deref()
+                .is_some_and(|name| trial.lives_in(name) == Some(Part::Trial))
+        };
+        let trials = self.batches.values().flat_map(Batch::trials);
+        let talking = trials.filter(|(key, trial)| lives(trial) && self.has_harness_person(*key));
+        let talking = talking.filter_map(|(key, trial)| {
+            let sandbox = self.custody.get(trial.sandbox.as_ref()?)?;
+            Some((sandbox.provider.clone(), key))
+        });
+        for (provider, key) in talking.collect::<Vec<_>>() {
+            self.admission.talks(&provider, key);
+        }
+    }
+
     fn requeue_all(&mut self) {
         let trials = self.batches.values().flat_map(Batch::trials);
         let waits = trials.flat_map(|(key, trial)| {

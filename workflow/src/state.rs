@@ -364,7 +364,7 @@ impl State {
     fn next_target(&mut self, worker_id: &str, queues: &[String], now_ms: u64) -> Option<Target> {
         let Self { queue, admission, .. } = self;
         let gates = Gates {
-            provider: &|name| admission.provider_open(jobs::provider_of(name), now_ms),
+            provider: &|name| admission.provider_open(jobs::provider_of(name), jobs::provider_of(name) != name, now_ms),
             model_key: &|name| admission.model_open(name, now_ms),
         };
         queue.next_for(worker_id, queues, now_ms, &gates)

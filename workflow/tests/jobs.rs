@@ -1,6 +1,8 @@
 //! Judgments and replies: what each may rely on, one story after the other; then random histories, and what must hold after each of their moves.
 #![allow(clippy::unwrap_used)]
 
+#[path = "jobs/places.rs"]
+mod places;
 #[path = "jobs/sound.rs"]
 mod sound;
 mod support;
@@ -509,6 +511,20 @@ fn a_regrade_asks_the_judges_of_those_that_ran() {
         view::batch(cell.state.batch(&id).unwrap(), None).regrade_of,
         Some(first.to_string())
     );
+}
+
+#[test]
+fn a_regrade_of_a_cancelled_batch_is_not_cancelled() {
+    let mut cell = Cell::new(1);
+    let first = start(&mut cell, 1, &[""], None);
+    checked(&mut cell, first, true);
+    let organization = cell.organization_of(key(first));
+    let events = decide::cancel(&cell.state, &organization, &first, cell.now_ms).unwrap();
+    cell.commit_all(events);
+    let ended = view::batch(cell.state.batch(&first).unwrap(), None);
+    assert!(outcome(&cell, first).cancelled);
+    let carried = retry::regraded(&ended, &[true]).unwrap();
+    assert!(carried.iter().all(|trial| !trial.outcome.as_ref().unwrap().cancelled));
 }
 
 /// One move of a judge runner that keeps the rules of asking: what has been asked often enough is answered finally.

@@ -81,6 +81,7 @@ impl State {
         if judges == 0 {
             return illegal("a trial without judges is judged");
         }
+        self.admission.talks_no_more(key);
         let jobs = (0..judges).map(|_| Job::new(at_ms, not_before_ms, self.queue.ticket())).collect();
         let Some(trial) = self.trial_mut(key) else {
             return illegal("a trial is judged that is not there");
