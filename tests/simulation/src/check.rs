@@ -1,6 +1,8 @@
 //! The promises of the design's first section, proved from the log alone: every record is read as it becomes durable, and what may not follow
 //! from those before it is a violation. What a failover takes away is read back from the beginning.
 
+mod jobs;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use evalgrid_domain::limits::{IDEMPOTENCY_KEY_MS, MAX_RUNNING_BATCHES};
@@ -10,6 +12,9 @@ use evalgrid_proto::{
 };
 use evalgrid_store::Record;
 use prost::Message as _;
+
+pub use jobs::JobKey;
+use jobs::Jobs;
 
 /// A broken promise.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +48,12 @@ pub enum Fact {
     Step(String, String),
     /// Nothing is left of a sandbox.
     Destroyed(String),
+    /// A trial of a batch has run, and is judged.
+    Checked([u8; 16], u32, u32),
+    /// A job is asked under this token.
+    Asked(u64),
+    /// A job was answered under this token.
+    Answered(u64),
 }
 
 type TrialId = ([u8; 16], u32, u32);
@@ -51,6 +62,9 @@ struct Batch {
     organization: String,
     key: Option<String>,
     trials: usize,
+    /// How many judges each case has, and whether it has a person.
+    cases: Vec<(u32, bool)>,
+    variants: usize,
     settled: BTreeMap<(u32, u32), (TrialStatus, bool)>,
     ended_ms: Option<u64>,
     archived: bool,
@@ -70,6 +84,9 @@ pub struct Ledger {
     /// The living lease of each trial.
     leased: BTreeMap<TrialId, u64>,
     custody: BTreeMap<String, (String, TrialId)>,
+    /// The newest sandbox of each trial itself.
+    sandboxes: BTreeMap<TrialId, String>,
+    jobs: Jobs,
     facts: BTreeSet<Fact>,
 }
 
@@ -84,6 +101,13 @@ fn trial(reference: Option<&TrialRef>) -> Result<TrialId, Violation> {
     match reference {
         Some(reference) => Ok((id(&reference.batch)?, reference.run, reference.ordinal)),
         None => broken("a record can be read", "no trial is named"),
+    }
+}
+
+impl Batch {
+    fn case_of(&self, run: u32) -> (u32, bool) {
+        let case = self.cases.get(run as usize / self.variants.max(1));
+        case.copied().unwrap_or_default()
     }
 }
 
@@ -114,6 +138,7 @@ impl Ledger {
         if let Some((token, _)) = self.leases.iter().next() {
             return broken("no lease is left", format!("token {token} is"));
         }
+        self.jobs_at_rest()?;
         match self.custody.keys().next() {
             Some(name) => broken("nothing is leaked", format!("{name} is still in custody")),
             None => Ok(()),
@@ -144,9 +169,19 @@ impl Ledger {
             Some(Kind::TrialSettled(settled)) => self.settled(settled)?,
             Some(Kind::BatchEnded(ended)) => self.ended(ended, event.at_ms)?,
             Some(Kind::BatchArchived(archived)) => self.archived(archived)?,
+            Some(Kind::TrialChecked(checked)) => self.checked(checked, event.at_ms)?,
+            Some(Kind::ReplyAwaited(awaited)) => self.reply_awaited(awaited)?,
+            Some(Kind::JobLeased(leased)) => self.job_leased(leased, event.at_ms)?,
+            Some(Kind::JobAsked(asked)) => self.job_asked(asked)?,
+            Some(Kind::JobEnded(ended)) => self.job_ended(ended)?,
+            Some(Kind::JobAnswered(answered)) => self.job_answered(answered)?,
             Some(Kind::SandboxDestroyed(destroyed)) => {
-                if self.custody.remove(&destroyed.sandbox).is_none() {
+                let Some((_, trial)) = self.custody.remove(&destroyed.sandbox) else {
                     return broken("custody ends once", format!("{} was not in custody", destroyed.sandbox));
+                };
+                self.asked_no_more(&destroyed.sandbox);
+                if self.sandboxes.get(&trial) == Some(&destroyed.sandbox) {
+                    self.conversation_ends(trial);
                 }
                 self.facts.insert(Fact::Destroyed(destroyed.sandbox.clone()));
             }
@@ -175,28 +210,98 @@ impl Ledger {
                 return broken("a key starts one batch", format!("{key} of {organization} starts a second one"));
             }
         }
-        let new = Batch {
+        let mut new = Batch {
             organization,
             key: started.idempotency_key.clone(),
             trials: started.cases.len() * started.variants.len() * started.trials as usize,
+            cases: started
+                .cases
+                .iter()
+                .map(|case| (case.judges.len() as u32, case.person.is_some()))
+                .collect(),
+            variants: started.variants.len(),
             settled: BTreeMap::new(),
             ended_ms: None,
             archived: false,
         };
+        let judged = self.carried(started, &mut new)?;
         if self.batches.insert(batch, new).is_some() {
             return broken("a batch is started once", format!("{batch:?}"));
+        }
+        let as_before = self.batches[&batch].settled.iter();
+        let as_before = as_before.map(|((run, ordinal), (status, _))| Fact::Settled(batch, *run, *ordinal, (*status).into()));
+        self.facts.extend(as_before);
+        for carried in judged {
+            let outcome = carried.outcome.clone().unwrap_or_default();
+            self.judged_from_now((batch, carried.run, carried.ordinal), &outcome, None);
         }
         self.facts.insert(Fact::Started(batch));
         Ok(())
     }
 
-    fn granted(&mut self, granted: &log::LeaseGranted) -> Result<(), Violation> {
-        let trial = trial(granted.trial.as_ref())?;
-        if granted.token <= self.last_token {
-            let detail = format!("{} follows {}", granted.token, self.last_token);
+    /// What a regrade takes over: everything, as it was. Those that are judged again are the answer.
+    fn carried<'a>(&self, started: &'a log::BatchStarted, new: &mut Batch) -> Result<Vec<&'a log::CarriedTrial>, Violation> {
+        let Some(old) = &started.regrade_of else { return Ok(Vec::new()) };
+        let Some(old) = self.batches.get(&id(old)?).filter(|old| old.ended_ms.is_some()) else {
+            return broken("what has ended is regraded", "what has not is");
+        };
+        let mut judged = Vec::new();
+        for carried in &started.carried {
+            let outcome = carried.outcome.clone().unwrap_or_default();
+            let before = old.settled.get(&(carried.run, carried.ordinal));
+            let told = (outcome.status(), outcome.cancelled);
+            // A batch that goes on from a cancelled one is not cancelled itself.
+            let before_here = before.map(|(status, _)| (*status, false));
+            let asks = new.case_of(carried.run).0 > 0 && outcome.status() != TrialStatus::Void;
+            if asks {
+                let marked = outcome.before.as_ref().map(|before| before.status());
+                if before.map(|(status, _)| *status) != marked {
+                    return broken("a regrade takes over what was", format!("{marked:?} for {before:?}"));
+                }
+                judged.push(carried);
+                continue;
+            }
+            if before_here != Some(told) {
+                return broken("a regrade takes over what was", format!("{told:?} for {before:?}"));
+            }
+            new.settled.insert((carried.run, carried.ordinal), told);
+        }
+        match new.settled.len() + judged.len() == new.trials && !judged.is_empty() {
+            true => Ok(judged),
+            false => broken("a regrade takes over what was", "some of it is missing"),
+        }
+    }
+
+    /// How many judges a trial's case has, and whether it has a person.
+    fn case_of(&self, trial: TrialId) -> Option<(u32, bool)> {
+        Some(self.batches.get(&trial.0)?.case_of(trial.1))
+    }
+
+    fn newer(&mut self, token: u64) -> Result<(), Violation> {
+        if token <= self.last_token {
+            let detail = format!("{token} follows {}", self.last_token);
             return broken("tokens strictly grow", detail);
         }
-        self.last_token = granted.token;
+        self.last_token = token;
+        Ok(())
+    }
+
+    /// A lease takes a sandbox: one that may be made from now on, or the one that an earlier lease has left.
+    fn takes(&mut self, name: &str, adopt: bool, worker_id: &str, trial: TrialId) -> Result<(), Violation> {
+        match (adopt, self.custody.get(name)) {
+            (true, Some((worker, owner))) if worker == worker_id && *owner == trial => Ok(()),
+            (true, known) => broken("nothing is leaked", format!("{name} is adopted, and in custody as {known:?}")),
+            (false, None) if self.facts.insert(Fact::Intended(name.to_owned())) => {
+                self.custody.insert(name.to_owned(), (worker_id.to_owned(), trial));
+                Ok(())
+            }
+            (false, _) => broken("an intent comes before a sandbox", format!("{name} is intended twice")),
+        }
+    }
+
+    fn granted(&mut self, granted: &log::LeaseGranted) -> Result<(), Violation> {
+        let trial = trial(granted.trial.as_ref())?;
+        self.newer(granted.token)?;
         if let Some(token) = self.leased.insert(trial, granted.token) {
             let detail = format!("{trial:?} is leased under {token} and {}", granted.token);
             return broken("a trial has one living lease", detail);
@@ -208,16 +313,11 @@ impl Ledger {
         if !open {
             return broken("what has its verdict runs no more", format!("{trial:?} is leased"));
         }
-        let name = granted.sandbox.clone();
-        let known = self.custody.get(&name).cloned();
-        match (granted.adopt, known) {
-            (true, Some((worker, owner))) if worker == granted.worker_id && owner == trial => {}
-            (true, known) => return broken("nothing is leaked", format!("{name} is adopted, and in custody as {known:?}")),
-            (false, None) if self.facts.insert(Fact::Intended(name.clone())) => {
-                self.custody.insert(name, (granted.worker_id.clone(), trial));
-            }
-            (false, _) => return broken("an intent comes before a sandbox", format!("{name} is intended twice")),
+        if self.waits_for_jobs(&trial) {
+            return broken("who waits for judges or its person does not run", format!("{trial:?} is leased"));
         }
+        self.takes(&granted.sandbox, granted.adopt, &granted.worker_id, trial)?;
+        self.sandboxes.insert(trial, granted.sandbox.clone());
         self.leases.insert(granted.token, granted.sandbox.clone());
         Ok(())
     }
@@ -251,6 +351,9 @@ impl Ledger {
 
     fn attempt_ended(&mut self, ended: &log::AttemptEnded) -> Result<(), Violation> {
         let trial = trial(ended.trial.as_ref())?;
+        if ended.token == 0 {
+            self.conversation_ends(trial);
+        }
         self.end(trial, ended.token)
     }
 
@@ -260,6 +363,7 @@ impl Ledger {
         let Some(outcome) = &settled.outcome else {
             return broken("a record can be read", "a verdict without an outcome");
         };
+        self.judged(trial, outcome)?;
         let Some(batch) = self.batches.get_mut(&trial.0) else {
             return broken("a trial has one verdict", "of no batch");
         };

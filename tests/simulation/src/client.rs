@@ -1,4 +1,5 @@
-//! Clients: they start batches with and without keys, ask again when an answer is lost, cancel, and read. What they were told must stay true.
+//! Clients: they start batches with and without keys, regrade those that have ended, ask again when an answer is lost, cancel, and read. What they
+//! were told must stay true.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +12,7 @@ use evalgrid_scheduler::heart::{Variables, dispatch};
 use evalgrid_workflow::{
     Batch,
     decide::{self, Refusal, Start},
-    view,
+    retry, view,
 };
 use prost::Message as _;
 use rand::{Rng as _, rngs::StdRng};
@@ -49,6 +50,15 @@ pub enum Ask {
         /// Cases, variants, trials.
         size: (usize, usize, u32),
     },
+    /// Have the judges of one asked again, or others.
+    Regrade {
+        /// Whose.
+        organization: OrgId,
+        /// Under which key.
+        key: Option<String>,
+        /// Which one.
+        batch: BatchId,
+    },
     /// Read one.
     Get(OrgId, BatchId),
     /// Cancel one.
@@ -83,7 +93,9 @@ pub struct Serve {
 enum Stage {
     Begin,
     Looked(Result<Option<BatchId>, Refusal>, Option<Refusal>),
-    Admit,
+    /// What a regrade goes on from.
+    Origin(Option<Box<v1::Batch>>),
+    Admit(Option<Box<v1::Batch>>),
     Read(Option<Box<v1::Batch>>),
     Answer(Answer),
 }
@@ -102,6 +114,8 @@ pub struct Clients {
     known: Vec<(OrgId, BatchId)>,
     calls: BTreeMap<u64, Call>,
     last_call: u64,
+    /// What each batch was started with, as its request says: who has it, reads it.
+    pub cases: BTreeMap<[u8; 16], Vec<v1::CaseInfo>>,
 }
 
 /// What happens to clients.
@@ -130,6 +144,7 @@ impl Clients {
             known: Vec::new(),
             calls: BTreeMap::new(),
             last_call: 0,
+            cases: BTreeMap::new(),
         }
     }
 
@@ -137,6 +152,34 @@ impl Clients {
     pub fn at_rest(&self) -> bool {
         self.calls.is_empty()
     }
+}
+
+impl Ask {
+    /// Of a start or a regrade: whose, under which key, and what tells it from another one.
+    fn start(&self) -> Option<(OrgId, Option<&str>, String)> {
+        match self {
+            Ask::Start {
+                organization, key, hash, ..
+            } => Some((*organization, key.as_deref(), hash.clone())),
+            Ask::Regrade { organization, key, batch } => Some((*organization, key.as_deref(), format!("regrade of {batch}"))),
+            Ask::Get(..) | Ask::Cancel(..) => None,
+        }
+    }
+}
+
+/// A judge or a person: mostly a model that is called, sometimes a harness.
+fn answerer(rng: &mut StdRng, name: &str) -> v1::AnswererInfo {
+    let harness = rng.random_bool(0.4);
+    v1::AnswererInfo {
+        name: name.to_owned(),
+        harness: if harness { "codex" } else { "" }.to_owned(),
+        provider: if harness { "" } else { "openai" }.to_owned(),
+        model: "large".to_owned(),
+    }
+}
+
+fn judges(rng: &mut StdRng, at_least: usize) -> Vec<v1::AnswererInfo> {
+    (0..rng.random_range(at_least..3)).map(|_| answerer(rng, "judge")).collect()
 }
 
 impl Sim {
@@ -198,6 +241,14 @@ impl Sim {
         let ask = match (self.rng.random_range(0..10), one) {
             (0..5, Some((organization, id))) => Ask::Get(organization, id),
             (5, Some((organization, id))) => Ask::Cancel(organization, id),
+            (6, Some((organization, batch))) if self.setup.judged => {
+                let number = self.rng.random_range(0..KEYS);
+                Ask::Regrade {
+                    organization,
+                    key: self.rng.random_bool(0.6).then(|| format!("key-regrade-{number}")),
+                    batch,
+                }
+            }
             _ => {
                 let organization = self.clients.organizations[self.rng.random_range(0..self.clients.organizations.len())];
                 let number = self.rng.random_range(0..KEYS);
@@ -214,7 +265,7 @@ impl Sim {
                 }
             }
         };
-        if let Ask::Start { key: Some(_), .. } = &ask
+        if let Ask::Start { key: Some(_), .. } | Ask::Regrade { key: Some(_), .. } = &ask
             && self.strike(Trouble::StartRaced, 0.3)
         {
             self.ask(ask.clone(), 0);
@@ -243,7 +294,7 @@ impl Sim {
     }
 
     fn ask_again(&mut self, call: Call) {
-        let may = !matches!(call.ask, Ask::Start { key: None, .. });
+        let may = !matches!(call.ask, Ask::Start { key: None, .. } | Ask::Regrade { key: None, .. });
         if may && call.tries < TRIES {
             let wait = self.about(3 * SECOND);
             self.at(wait, Event::Client(ClientEvent::Ask(call.ask, call.tries + 1)));
@@ -260,18 +311,16 @@ impl Sim {
     pub fn serve(&mut self, node: usize, mut serve: Serve) {
         let stage = std::mem::replace(&mut serve.stage, Stage::Begin);
         let next = match (stage, &serve.ask) {
-            (
-                Stage::Begin,
-                Ask::Start {
-                    organization, key, hash, ..
-                },
-            ) => self.turn(node, |core| {
-                let known = decide::replay(&core.state, organization, key.as_deref(), hash, core.now_ms());
-                Stage::Looked(
-                    known,
-                    decide::busy(&core.state, organization, key.is_some(), NEVER_QUIET, core.now_ms()),
-                )
-            }),
+            (Stage::Begin, ask @ (Ask::Start { .. } | Ask::Regrade { .. })) => {
+                let Some((organization, key, hash)) = ask.start() else { return };
+                self.turn(node, |core| {
+                    let known = decide::replay(&core.state, &organization, key, &hash, core.now_ms());
+                    Stage::Looked(
+                        known,
+                        decide::busy(&core.state, &organization, key.is_some(), NEVER_QUIET, core.now_ms()),
+                    )
+                })
+            }
             (Stage::Begin, Ask::Get(organization, id)) => self.turn(node, |core| {
                 let batch = core.state.batch(id).filter(|batch| batch.organization == *organization);
                 Stage::Read(batch.map(|batch| Box::new(view::batch(batch, None))))
@@ -289,16 +338,20 @@ impl Sim {
             (Stage::Looked(Err(refusal), _) | Stage::Looked(_, Some(refusal)), _) => {
                 return self.answer(serve.call, Answer::Refused(refusal));
             }
-            (Stage::Looked(..), _) => {
-                // Data first, then the pointer.
-                if self.strike(Trouble::ObjectsFailed, 0.02) {
-                    return self.unavailable(serve.call);
-                }
-                serve.stage = Stage::Admit;
-                let wait = self.rng.random_range(MS..30 * MS);
-                return self.at_node(node, wait, NodeEvent::Serve(Box::new(serve)));
+            (Stage::Looked(..), Ask::Regrade { organization, batch, .. }) => self.turn(node, |core| {
+                let batch = core.state.batch(batch).filter(|batch| batch.organization == *organization);
+                Stage::Origin(batch.map(|batch| Box::new(view::batch(batch, None))))
+            }),
+            (Stage::Looked(..), _) => return self.store(node, serve, None),
+            (Stage::Origin(Some(old)), _) => return self.store(node, serve, Some(old)),
+            (Stage::Origin(None), Ask::Regrade { organization, batch, .. }) => {
+                return match self.read_archived(node, organization, batch) {
+                    Answer::Batch(old) => self.store(node, serve, Some(old)),
+                    _ => self.answer(serve.call, Answer::NotFound),
+                };
             }
-            (Stage::Admit, ask) => self.admit(node, ask.clone()),
+            (Stage::Origin(None), _) => None,
+            (Stage::Admit(old), ask) => self.admit(node, ask.clone(), old),
             (Stage::Read(batch), Ask::Get(organization, id)) => {
                 let answer = match batch {
                     Some(batch) => Answer::Batch(batch),
@@ -318,48 +371,102 @@ impl Sim {
         }
     }
 
-    fn admit(&mut self, node: usize, ask: Ask) -> Option<(Stage, u64)> {
-        let Ask::Start {
-            organization,
-            key,
-            hash,
-            size: (cases, variants, trials),
-        } = ask
-        else {
-            return None;
+    /// Data first, then the pointer.
+    fn store(&mut self, node: usize, mut serve: Serve, old: Option<Box<v1::Batch>>) {
+        if self.strike(Trouble::ObjectsFailed, 0.02) {
+            return self.unavailable(serve.call);
+        }
+        serve.stage = Stage::Admit(old);
+        let wait = self.rng.random_range(MS..30 * MS);
+        self.at_node(node, wait, NodeEvent::Serve(Box::new(serve)));
+    }
+
+    fn admit(&mut self, node: usize, ask: Ask, old: Option<Box<v1::Batch>>) -> Option<(Stage, u64)> {
+        let (organization, key, hash) = ask.start()?;
+        let size = match &ask {
+            Ask::Start { size, .. } => Some(*size),
+            _ => None,
         };
-        let random = self.rng.random();
-        self.turn(node, |core| {
+        let new = match (size, old) {
+            (Some(size), _) => self.fresh(size),
+            (None, Some(old)) => match self.regraded(&old) {
+                Ok(new) => new,
+                Err(refusal) => return self.turn(node, |_| Stage::Answer(Answer::Refused(refusal))),
+            },
+            (None, None) => return None,
+        };
+        let (random, cases) = (self.rng.random(), new.cases.clone());
+        let mut admitted = None;
+        let next = self.turn(node, |core| {
             let now_ms = core.now_ms();
             let id = BatchId::new(now_ms, random);
-            let variant = v1::VariantInfo {
-                harness: "command".into(),
-                provider: PROVIDER.into(),
-                ..v1::VariantInfo::default()
-            };
             let started = log::BatchStarted {
                 batch: id.0.to_vec().into(),
                 organization_id: organization.to_string(),
                 request: Some(v1::ObjectRef::default()),
                 request_hash: hash,
-                idempotency_key: key,
+                idempotency_key: key.map(str::to_owned),
                 suite: Some(v1::Suite::default()),
-                cases: vec![v1::CaseInfo::default(); cases],
-                variants: vec![variant; variants],
-                trials,
-                trigger: None,
-                variant_ids: vec![String::new(); cases * variants],
-                ..log::BatchStarted::default()
+                ..new
             };
             Stage::Answer(match decide::start(&core.state, started, &organization, NEVER_QUIET, now_ms) {
                 Ok(Start::Replay(id)) => Answer::Started(id),
                 Ok(Start::Admit(events)) => {
+                    admitted = Some(id);
                     core.commit_all(events);
                     dispatch(core, &Variables::new());
                     Answer::Started(id)
                 }
                 Err(refusal) => Answer::Refused(refusal),
             })
+        });
+        self.clients.cases.extend(admitted.map(|id| (id.0, cases)));
+        next
+    }
+
+    fn fresh(&mut self, (cases, variants, trials): (usize, usize, u32)) -> log::BatchStarted {
+        let judged = self.setup.judged;
+        let rng = &mut self.rng;
+        let case = |_| match judged {
+            true => v1::CaseInfo {
+                judges: judges(rng, 0),
+                person: rng.random_bool(0.3).then(|| answerer(rng, "person")),
+                ..v1::CaseInfo::default()
+            },
+            false => v1::CaseInfo::default(),
+        };
+        let variant = v1::VariantInfo {
+            harness: "command".into(),
+            provider: PROVIDER.into(),
+            ..v1::VariantInfo::default()
+        };
+        log::BatchStarted {
+            cases: (0..cases).map(case).collect(),
+            variants: vec![variant; variants],
+            variant_ids: vec![String::new(); cases * variants],
+            trials,
+            ..log::BatchStarted::default()
+        }
+    }
+
+    /// The same judges again, or others.
+    fn regraded(&mut self, old: &v1::Batch) -> Result<log::BatchStarted, Refusal> {
+        let mut cases = old.cases.clone();
+        if self.rng.random_bool(0.5) {
+            let rng = &mut self.rng;
+            cases.iter_mut().for_each(|case| case.judges = judges(rng, 1));
+        }
+        let judged: Vec<bool> = cases.iter().map(|case| !case.judges.is_empty()).collect();
+        let carried = retry::regraded(old, &judged)?;
+        let id: BatchId = old.id.parse().map_err(|_| Refusal::NoBatch)?;
+        Ok(log::BatchStarted {
+            variants: old.variants.clone(),
+            variant_ids: old.runs.iter().map(|run| run.variant_id.clone()).collect(),
+            trials: old.runs.first().map_or(0, |run| run.trials.len() as u32),
+            regrade_of: Some(id.0.to_vec().into()),
+            carried,
+            cases,
+            ..log::BatchStarted::default()
         })
     }
 
@@ -389,11 +496,12 @@ impl Sim {
         match (&call.ask, answer) {
             (_, Answer::Unavailable) => self.ask_again(call),
             (_, Answer::Refused(Refusal::Busy { .. } | Refusal::KeyReused | Refusal::Ended | Refusal::NoBatch)) => {}
+            (Ask::Regrade { .. }, Answer::Refused(Refusal::StillRunning | Refusal::NothingToJudge)) => {}
             (ask, Answer::Refused(refusal)) => {
                 let detail = format!("{ask:?} is refused: {refusal}");
                 self.check::<()>(broken("nothing is refused without reason", detail));
             }
-            (Ask::Start { organization, key, .. }, Answer::Started(batch)) => {
+            (Ask::Start { organization, key, .. } | Ask::Regrade { organization, key, .. }, Answer::Started(batch)) => {
                 let started = Fact::Started(batch.0);
                 if self.disk.ledger.says(&started) && self.disk.ledger.key_of(&batch.0) != key.as_deref() {
                     self.check::<()>(broken("a key starts one batch", format!("{key:?} is answered with {batch}")));
@@ -410,7 +518,7 @@ impl Sim {
                 let result = self.hear_batch(batch.0, &seen, call.sent_at);
                 self.check(result);
             }
-            (Ask::Get(_, batch), Answer::NotFound) => {
+            (Ask::Get(_, batch) | Ask::Regrade { batch, .. }, Answer::NotFound) => {
                 let told = self.disk.told.get(&Fact::Started(batch.0)).is_some_and(|at| *at < call.sent_at);
                 if told {
                     self.check::<()>(broken("an answer never goes back", format!("{batch} is not there")));

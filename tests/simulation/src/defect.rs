@@ -21,6 +21,10 @@ pub enum Defect {
     LossConcealed,
     /// A sandbox's supervisor starts a step again when it is asked again.
     ProcessStartedTwice,
+    /// A judge runner asks before it is on record that it does.
+    AskedBeforeDurable,
+    /// It asks again by itself where it does not know the answer.
+    AskedAgainAtOnce,
 }
 
 impl Defect {
@@ -45,6 +49,8 @@ impl Defect {
         Defect::CutFirst,
         Defect::LossConcealed,
         Defect::ProcessStartedTwice,
+        Defect::AskedBeforeDurable,
+        Defect::AskedAgainAtOnce,
     ];
 
     /// Switches the product's part of it on, on this thread; `None` switches all off.

@@ -1,7 +1,7 @@
 //! The deterministic simulator: the scheduler's own loop, its state machine and the store's log in virtual time, among faults.
 //!
 //! One seed is one history: same seed, same bytes in the log, on any machine. Simulated schedulers drive `evalgrid_scheduler::heart`;
-//! simulated workers and clients speak the real messages over a network that loses and delays; a checker reads the log as it grows and
+//! simulated executors, judge runners and clients speak the real messages over a network that loses and delays; a checker reads the log as it grows and
 //! proves the promises of the design's first section from it, together with what clients and workers were told.
 //!
 //! The binary `simulate` runs one seed; the tests run thousands, and prove with deliberate defects that they would be found.
@@ -12,12 +12,15 @@ mod defect;
 mod disk;
 mod duties;
 mod index;
+mod judge;
 mod mischief;
+mod models;
 mod net;
 mod node;
 mod outbox;
 mod proof;
 mod sim;
+mod task;
 mod trial;
 mod trouble;
 mod worker;

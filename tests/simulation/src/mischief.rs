@@ -17,9 +17,9 @@ const OUTSIDE: &[Trouble] = &[
     Trouble::FailoverLost,
     Trouble::ConnectionLost,
     Trouble::Partition,
-    Trouble::ExecutorKilled,
-    Trouble::ExecutorStopped,
-    Trouble::ExecutorReleased,
+    Trouble::WorkerKilled,
+    Trouble::WorkerStopped,
+    Trouble::WorkerReleased,
     Trouble::MachineRebooted,
     Trouble::WorkerAway,
     Trouble::SandboxDied,
@@ -118,9 +118,9 @@ impl Sim {
         }
         let away = self.about(8 * SECOND);
         match trouble {
-            Trouble::ExecutorKilled => self.kill_worker(worker, away),
-            Trouble::ExecutorStopped => self.workers[worker].stopped_until = self.now + self.rng.random_range(SECOND..90 * SECOND),
-            Trouble::ExecutorReleased => self.release(worker, away),
+            Trouble::WorkerKilled => self.kill_worker(worker, away),
+            Trouble::WorkerStopped => self.workers[worker].stopped_until = self.now + self.rng.random_range(SECOND..90 * SECOND),
+            Trouble::WorkerReleased => self.release(worker, away),
             Trouble::MachineRebooted => self.reboot(worker, away + 10 * SECOND),
             Trouble::WorkerAway => {
                 let away = self.rng.random_range(2 * MINUTE..20 * MINUTE);

@@ -397,7 +397,8 @@ impl Sim {
         for index in from..self.disk.records.len() {
             let record = self.disk.records[index].clone();
             let read = self.disk.ledger.take(&record);
-            let Some(event) = self.check(read) else { return };
+            let said = read.and_then(|event| self.models.check(&self.disk, &event).map(|()| event));
+            let Some(event) = self.check(said) else { return };
             self.tell(|| format!("{} durable: {event:?}", index + 1));
             if let Some(Kind::SandboxDestroyed(gone)) = &event.kind
                 && self.sandboxes.get(&gone.sandbox) == Some(&true)

@@ -1,10 +1,10 @@
-//! What a simulated worker has to tell: as the executor's outbox, in groups that stay until they are acknowledged.
+//! What a simulated worker has to tell: as the true worker's outbox, in groups that stay until they are acknowledged.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use evalgrid_proto::v1::{AttemptFailure, Report, StepRecord, Throttled, TrialResult};
+use evalgrid_proto::v1::{AttemptFailure, AwaitsReply, JobAsked, JobResult, Report, StepRecord, Throttled, TrialResult};
 
-/// Reports on their way at once, as in the executor.
+/// Reports on their way at once, as in the worker.
 const MAX_IN_FLIGHT: usize = 8;
 /// Facts of one report at most.
 const MAX_FACTS: usize = 256;
@@ -19,6 +19,12 @@ pub enum News {
     Failure(AttemptFailure),
     /// A model's provider has refused, which ends the attempt.
     Throttled(Throttled),
+    /// A trial's person speaks next, which ends the attempt.
+    Awaits(AwaitsReply),
+    /// A judge or a person is about to be asked.
+    Asked(JobAsked),
+    /// A job's lease has come to its end.
+    Job(Box<JobResult>),
     /// Nothing is left of a sandbox.
     Destroyed(String),
 }
@@ -31,7 +37,7 @@ pub struct Outbox {
     unacknowledged: BTreeMap<u64, (Report, Vec<u64>)>,
     last_report: u64,
     last_news: u64,
-    /// Trials that run.
+    /// Slots that are taken.
     pub occupied: u32,
     credits: u32,
 }
@@ -69,6 +75,9 @@ impl Outbox {
                 News::Result(result) => report.results.push(*result),
                 News::Failure(failure) => report.failures.push(failure),
                 News::Throttled(throttled) => report.throttled.push(throttled),
+                News::Awaits(awaits) => report.awaiting.push(awaits),
+                News::Asked(asked) => report.asked.push(asked),
+                News::Job(result) => report.jobs.push(*result),
                 News::Destroyed(sandbox) => report.destroyed.push(sandbox),
             }
         }
@@ -92,10 +101,15 @@ impl Outbox {
     }
 
     /// No lease holds any more. That sandboxes are gone stays true.
-    pub fn forget_trials(&mut self) {
+    pub fn forget_leases(&mut self) {
         self.queued.retain(|(news, _)| matches!(news, News::Destroyed(_)));
         for (report, numbers) in self.unacknowledged.values_mut() {
-            (report.steps, report.results, report.failures, report.throttled) = Default::default();
+            *report = Report {
+                number: report.number,
+                destroyed: std::mem::take(&mut report.destroyed),
+                credits: report.credits,
+                ..Report::default()
+            };
             numbers.clear();
         }
     }

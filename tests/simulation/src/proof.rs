@@ -3,7 +3,7 @@
 use evalgrid_domain::ids::BatchId;
 use evalgrid_proto::log::v1::{Event, StateSnapshot, event::Kind};
 use evalgrid_store::{Record, Snapshot};
-use evalgrid_workflow::{State, decide};
+use evalgrid_workflow::{Part, State, decide};
 use prost::Message as _;
 
 use crate::check::{Violation, broken};
@@ -50,14 +50,19 @@ pub fn prove(records: &[Record], snapshots: &[Snapshot], living: Option<State>, 
             restored.push((position, again));
         }
         // What should have followed from the last event of a log that was cut behind it, follows.
-        if thorough || matches!(event.kind, Some(Kind::TrialSettled(_))) {
+        if thorough || matches!(event.kind, Some(Kind::TrialSettled(_) | Kind::JobAnswered(_))) {
             let missing = decide::catch_up(&state, state.last_ms());
             if thorough || !missing.is_empty() {
                 let mut recovered = state.clone();
-                for event in &missing {
-                    recovered
-                        .apply(event)
-                        .or_else(|error| broken(RULE, format!("behind {position}: {error}")))?;
+                for event in missing {
+                    // As the engine does: with what follows from each.
+                    let mut next = Some(event);
+                    while let Some(event) = next {
+                        recovered
+                            .apply(&event)
+                            .or_else(|error| broken(RULE, format!("behind {position}: {error}")))?;
+                        next = decide::after(&recovered, &event);
+                    }
                 }
                 consistent(&recovered)?;
             }
@@ -91,8 +96,12 @@ fn difference(one: &StateSnapshot, other: &StateSnapshot) -> String {
 /// What must hold in every state.
 fn consistent(state: &State) -> Result<(), Violation> {
     for (token, lease) in state.leases() {
-        let Some(name) = state.trial(lease.trial).and_then(|trial| trial.sandbox.clone()) else {
-            return broken(RULE, format!("the lease {token} is on no sandbox"));
+        let works = state.trial(lease.trial).and_then(|trial| trial.sandbox_of(lease.part));
+        let Some(name) = works else {
+            if lease.part == Part::Trial {
+                return broken(RULE, format!("the lease {token} is on no sandbox"));
+            }
+            continue;
         };
         if !state
             .custody()

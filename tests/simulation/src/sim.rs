@@ -5,6 +5,7 @@ use std::{
     collections::{BTreeMap, BinaryHeap, VecDeque},
 };
 
+use evalgrid_proto::v1::WorkerRole;
 use evalgrid_workflow::{Limits, ProviderLimits};
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 
@@ -13,6 +14,7 @@ use crate::{
     client::{ClientEvent, Clients, PROVIDER},
     defect::Defect,
     disk::Disk,
+    models::Models,
     net::Conn,
     node::{Node, NodeEvent},
     trouble::{Trouble, Troubles},
@@ -31,6 +33,8 @@ pub const EPOCH_MS: u64 = 1_800_000_000_000;
 const REST_DEADLINE: u64 = 180 * MINUTE;
 /// A world that makes more events than this is caught in a loop.
 const MAX_EVENTS: u64 = 6_000_000;
+/// How many of the seeds have judges and simulated people.
+const JUDGED: f64 = 0.7;
 /// Between two looks whether all is at rest.
 const LOOK: u64 = 20 * SECOND;
 
@@ -102,6 +106,8 @@ pub struct Setup {
     pub call_every: u64,
     /// What the operator allows at once.
     pub limits: Limits,
+    /// Cases have judges and simulated people.
+    pub judged: bool,
 }
 
 /// See the module.
@@ -130,6 +136,8 @@ pub struct Sim {
     pub last_conn: u64,
     /// Those who ask.
     pub clients: Clients,
+    /// Those who judge and play people.
+    pub models: Models,
     /// Every sandbox that was ever made, and whether it is there.
     pub sandboxes: BTreeMap<String, bool>,
     /// The defect that is on.
@@ -176,9 +184,19 @@ impl Sim {
             trouble_every: rng.random_range(10..90) * SECOND,
             call_every: rng.random_range(20..90) * SECOND,
             limits: limits(&mut rng),
+            judged: rng.random_bool(JUDGED),
         };
         let nodes = if stream { rng.random_range(1..4) } else { 1 };
-        let workers = rng.random_range(1..5);
+        let executors = rng.random_range(1..5);
+        let runners = if setup.judged { rng.random_range(1..3) } else { 0 };
+        let workers = executors + runners;
+        let role = |number| {
+            if number < executors {
+                WorkerRole::Executor
+            } else {
+                WorkerRole::JudgeRunner
+            }
+        };
         let clients = Clients::new(&mut rng);
         let mut sim = Sim {
             now: 0,
@@ -189,10 +207,13 @@ impl Sim {
             troubles,
             disk: Disk::new(stream, defect),
             nodes: (0..nodes).map(|_| Node::default()).collect(),
-            workers: (0..workers).map(|number| Worker::new(number, rng.random_range(1..5))).collect(),
+            workers: (0..workers)
+                .map(|number| Worker::new(role(number), number, rng.random_range(1..5)))
+                .collect(),
             conns: BTreeMap::new(),
             last_conn: 0,
             clients,
+            models: Models::default(),
             sandboxes: BTreeMap::new(),
             defect,
             violation: None,
@@ -200,6 +221,8 @@ impl Sim {
             print,
             rng,
         };
+        let limits = sim.setup.limits.clone();
+        sim.tell(|| format!("{nodes} schedulers, {executors} executors, {runners} judge runners, {limits:?}"));
         for node in 0..nodes {
             let wait = sim.rng.random_range(0..SECOND);
             sim.at(wait, Event::Node(node, 0, NodeEvent::Boot));

@@ -60,17 +60,17 @@ troubles! {
     ReplyLost,
     /// A client asks twice at once.
     StartRaced,
-    /// An executor is killed.
-    ExecutorKilled,
-    /// An executor is stopped past its leases, and wakes up.
-    ExecutorStopped,
-    /// An executor gives its leases back and is started anew.
-    ExecutorReleased,
+    /// An executor or a judge runner is killed.
+    WorkerKilled,
+    /// One of them is stopped past its leases, and wakes up.
+    WorkerStopped,
+    /// One of them gives its leases back and is started anew.
+    WorkerReleased,
     /// A worker's machine is started anew.
     MachineRebooted,
     /// A worker stays away past the grace.
     WorkerAway,
-    /// A sandbox dies under its trial.
+    /// A sandbox dies under its trial, its judge or its person.
     SandboxDied,
     /// A sandbox is not made.
     CreateFailed,
@@ -84,6 +84,14 @@ troubles! {
     SlowStep,
     /// A model's provider refuses.
     ModelRefused,
+    /// So does that of a judge, or of a person.
+    AnswererRefused,
+    /// An ask ends so that nobody knows whether it was answered.
+    AnswerUnclear,
+    /// A judge runner is killed when it is on record that it asks, and it has not asked.
+    KilledBeforeAsk,
+    /// A judge runner is killed when it has an answer, and nobody else has.
+    AnswerLost,
     /// Reports are sent again on a new connection.
     ReportsSentAgain,
 }

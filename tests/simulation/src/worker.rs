@@ -1,16 +1,18 @@
-//! A worker: a machine with a folder of sandboxes, and an executor process on it that speaks the real protocol and comes and goes.
+//! A worker: a machine with a folder of sandboxes, and a process on it, executor or judge runner, that speaks the real protocol and comes and
+//! goes. What it does under a lease is in `task`.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use evalgrid_proto::v1::{Heartbeat, Hello, Lease, from_worker, to_worker::Message};
+use evalgrid_proto::v1::{Heartbeat, Hello, JobResult, TrialStatus, WorkerRole, from_worker, job_result, to_worker::Message};
 use rand::Rng as _;
 
 use crate::{
-    check::Fact,
+    check::{Fact, broken},
     client::PROVIDER,
+    models::Met,
     outbox::{News, Outbox},
     sim::{Event, MS, SECOND, Sim},
-    trial::{Running, Stage},
+    task::{Task, Work, released},
     trouble::Trouble,
 };
 
@@ -18,7 +20,7 @@ use crate::{
 const LONGEST_PAUSE: u64 = 5 * SECOND;
 /// How long a scheduler may take to answer a greeting.
 const WELCOME_DEADLINE: u64 = 10 * SECOND;
-/// Tries to destroy one sandbox, as in the executor.
+/// Tries to destroy one sandbox, as in the worker.
 const DESTROY_TRIES: u32 = 10;
 
 /// What a worker does next.
@@ -33,17 +35,17 @@ pub enum WorkerEvent {
     NoWelcome(u64),
     /// Its leases may have run out.
     Silence,
-    /// A trial goes on; the second number tells whether it still is where it was.
-    Trial(u64, u64),
-    /// A sandbox is destroyed, at this try, and then a slot is free or a trial over.
+    /// A task goes on; the second number tells whether it still is where it was.
+    Task(u64, u64),
+    /// A sandbox is destroyed, at this try, and then a slot is free or a task over.
     Destroy(String, u32, Then),
 }
 
 /// What follows once a sandbox is destroyed.
 #[derive(Clone, Copy)]
 pub enum Then {
-    /// The trial under this token is over.
-    TrialOver(u64),
+    /// The task under this token is over.
+    TaskOver(u64),
     /// A slot is free.
     SlotFree,
     /// Nothing.
@@ -57,6 +59,8 @@ pub struct Sandbox {
     pub token: u64,
     /// Steps that were started, and when each is done.
     pub started: BTreeMap<String, u64>,
+    /// What came of those that were asks.
+    pub met: BTreeMap<String, Met>,
     /// Its supervisor has died.
     pub dead: bool,
 }
@@ -71,6 +75,7 @@ pub struct Worker {
     pub stopped_until: u64,
     /// Nothing reaches it until then.
     pub cut_off_until: u64,
+    role: WorkerRole,
     slots: u32,
     boot: u32,
     /// What its folder holds.
@@ -79,7 +84,7 @@ pub struct Worker {
     pub process: Option<Process>,
 }
 
-/// An executor.
+/// An executor, or a judge runner.
 #[derive(Default)]
 pub struct Process {
     incarnation: String,
@@ -96,7 +101,7 @@ pub struct Process {
     /// What it has to tell.
     pub outbox: Outbox,
     /// What it works on, by token.
-    pub trials: BTreeMap<u64, Running>,
+    pub tasks: BTreeMap<u64, Task>,
     /// In which sandbox each token works or has worked.
     pub sandbox_of: BTreeMap<u64, String>,
     destroying: BTreeSet<String>,
@@ -104,9 +109,13 @@ pub struct Process {
 
 impl Worker {
     /// The worker with this number.
-    pub fn new(number: usize, slots: u32) -> Worker {
+    pub fn new(role: WorkerRole, number: usize, slots: u32) -> Worker {
         Worker {
-            id: format!("worker-{number}"),
+            id: match role {
+                WorkerRole::JudgeRunner => format!("judge-runner-{number}"),
+                _ => format!("worker-{number}"),
+            },
+            role,
             life: 0,
             stopped_until: 0,
             cut_off_until: 0,
@@ -115,6 +124,11 @@ impl Worker {
             folder: BTreeMap::new(),
             process: None,
         }
+    }
+
+    /// What it does under a token.
+    pub fn work(&self, token: u64) -> Option<&Work> {
+        Some(&self.process.as_ref()?.tasks.get(&token)?.work)
     }
 }
 
@@ -140,7 +154,7 @@ impl Sim {
                 }
             }
             WorkerEvent::Silence => self.look_for_silence(worker),
-            WorkerEvent::Trial(token, step) => self.trial_goes_on(worker, token, step),
+            WorkerEvent::Task(token, step) => self.task_goes_on(worker, token, step),
             WorkerEvent::Destroy(sandbox, tries, then) => self.destroy(worker, sandbox, tries, then),
         }
     }
@@ -193,9 +207,9 @@ impl Sim {
                 false => this.slots.saturating_sub(process.outbox.occupied),
             },
             providers: vec![PROVIDER.to_owned()],
-            held: process.trials.keys().copied().collect(),
+            held: process.tasks.keys().copied().collect(),
             sandboxes: this.folder.keys().cloned().collect(),
-            role: evalgrid_proto::v1::WorkerRole::Executor.into(),
+            role: this.role.into(),
         };
         let again = process.outbox.greet();
         self.tell(|| format!("worker {worker} greets: {hello:?}"));
@@ -237,12 +251,19 @@ impl Sim {
             return;
         }
         process.leases_end = None;
-        for _ in std::mem::take(&mut process.trials) {
+        for _ in std::mem::take(&mut process.tasks) {
             process.outbox.free_slot();
         }
-        process.outbox.forget_trials();
+        process.outbox.forget_leases();
         self.tell(|| format!("worker {worker} has heard nothing for a lease"));
         self.hang_up(worker);
+    }
+
+    /// Whether its leases may still hold: nothing is begun under one that has ended, however late it hears of that.
+    pub fn may_act(&mut self, worker: usize) -> bool {
+        let now = self.now;
+        let end = self.process(worker).and_then(|process| process.leases_end);
+        end.is_some_and(|end| now < end)
     }
 
     fn hang_up(&mut self, worker: usize) {
@@ -296,19 +317,18 @@ impl Sim {
                     }
                 }
             }
-            Message::Lease(lease) => self.begin(worker, lease),
+            Message::Lease(lease) => self.begin(worker, lease.token, Task::trial(lease)),
+            Message::Job(lease) => self.begin(worker, lease.token, Task::job(lease)),
             Message::Ack(ack) => {
                 ack.stale.iter().for_each(|token| self.abandon(worker, *token));
                 self.acknowledged(worker, ack.number, &ack.stale);
                 self.flush(worker);
             }
-            // Jobs are for judge runners.
-            Message::Job(_) => {}
             Message::Revoke(revoke) => {
-                let running = process.trials.remove(&revoke.token);
+                let task = process.tasks.remove(&revoke.token);
                 self.tell(|| format!("worker {worker} loses {}: {}", revoke.token, revoke.reason));
-                if let Some(running) = running {
-                    self.destroy_soon(worker, running.lease.sandbox, Then::SlotFree);
+                if let Some(task) = task {
+                    self.destroy_soon(worker, task.sandbox, Then::SlotFree);
                 }
             }
             Message::Destroy(destroy) => {
@@ -319,10 +339,10 @@ impl Sim {
         }
     }
 
-    /// A trial has lost its lease: its sandbox is left alone.
+    /// A task is over, or has lost its lease: its sandbox is left alone.
     pub fn abandon(&mut self, worker: usize, token: u64) {
         if let Some(process) = self.process(worker)
-            && process.trials.remove(&token).is_some()
+            && process.tasks.remove(&token).is_some()
         {
             process.outbox.free_slot();
         }
@@ -342,66 +362,79 @@ impl Sim {
                 facts.push(Fact::Step(sandbox.clone(), step.step));
             }
         }
-        let mut results = Vec::new();
-        for result in report.results {
-            if let Some(outcome) = result.outcome
-                && !stale.contains(&result.token)
-            {
-                results.extend(process.trials.get(&result.token).map(|running| (running.trial, outcome.status)));
-            }
-        }
-        facts.extend(
-            results
-                .into_iter()
-                .map(|((batch, run, ordinal), status)| Fact::Settled(batch, run, ordinal, status)),
-        );
+        let answered = report.jobs.iter().filter(|job| is_final(job) && !stale.contains(&job.token));
+        facts.extend(answered.map(|job| Fact::Answered(job.token)));
         let waiting = process
-            .trials
+            .tasks
             .iter_mut()
-            .filter(|(_, running)| running.newest.is_some_and(|newest| news.contains(&newest)));
+            .filter(|(_, task)| task.newest.is_some_and(|newest| news.contains(&newest)));
         let durable: Vec<u64> = waiting
-            .map(|(token, running)| {
-                running.newest = None;
+            .map(|(token, task)| {
+                task.newest = None;
                 *token
             })
             .collect();
+        for result in report.results {
+            if let Some(outcome) = result.outcome
+                && !stale.contains(&result.token)
+                && let Some(Work::Trial(running)) = self.workers[worker].work(result.token)
+            {
+                let (batch, run, ordinal) = running.trial;
+                facts.push(match self.case_of(running).1 && outcome.status() != TrialStatus::Void {
+                    true => Fact::Checked(batch, run, ordinal),
+                    false => Fact::Settled(batch, run, ordinal, outcome.status),
+                });
+            }
+        }
         for fact in facts {
             let told = self.disk.tell(fact, self.now);
             self.check(told);
         }
         for token in durable {
-            self.trial_is_durable(worker, token);
+            self.task_is_durable(worker, token);
         }
     }
 
     /// A lease arrives.
-    fn begin(&mut self, worker: usize, lease: Lease) {
-        let token = lease.token;
+    fn begin(&mut self, worker: usize, token: u64, task: Task) {
+        let for_us = matches!(task.work, Work::Job(_)) == (self.workers[worker].role == WorkerRole::JudgeRunner);
+        if !for_us {
+            let detail = format!("{token} reaches {}", self.workers[worker].id);
+            return self
+                .check(broken("judge runners have jobs, executors trials", detail))
+                .unwrap_or_default();
+        }
         let Some(process) = self.process(worker) else { return };
-        let older = process
-            .trials
-            .iter()
-            .find(|(_, running)| running.lease.sandbox == lease.sandbox)
-            .map(|(token, _)| *token);
+        let shared = |other: &Task| !task.sandbox.is_empty() && other.sandbox == task.sandbox;
+        let older = process.tasks.iter().find(|(_, other)| shared(other)).map(|(token, _)| *token);
         match older {
             Some(older) if older >= token => return,
             Some(older) => self.abandon(worker, older),
             None => {}
         }
-        self.tell(|| format!("worker {worker} begins {} under {token}, adopting: {}", lease.sandbox, lease.adopt));
+        self.tell(|| format!("worker {worker} begins {:?} under {token}, adopting: {}", task.sandbox, task.adopt));
         let Some(process) = self.process(worker) else { return };
         process.outbox.occupied += 1;
         if process.stopping {
-            process.outbox.push(News::Failure(crate::trial::released(token)));
+            process.outbox.push(released(token));
             return self.flush(worker);
         }
-        process.sandbox_of.insert(token, lease.sandbox.clone());
-        process.trials.insert(token, Running::new(lease));
-        self.trial_begins(worker, token);
+        if matches!(task.work, Work::Trial(_)) {
+            process.sandbox_of.insert(token, task.sandbox.clone());
+        }
+        let is_trial = matches!(task.work, Work::Trial(_));
+        process.tasks.insert(token, task);
+        match is_trial {
+            true => self.enter(worker, token),
+            false => self.job_begins(worker, token),
+        }
     }
 
     /// Destroys a sandbox before long.
     pub fn destroy_soon(&mut self, worker: usize, sandbox: String, then: Then) {
+        if sandbox.is_empty() {
+            return self.sandbox_is_gone(worker, &sandbox, then);
+        }
         let wait = self.rng.random_range(MS..300 * MS);
         self.at_worker(worker, wait, WorkerEvent::Destroy(sandbox, 1, then));
     }
@@ -420,16 +453,16 @@ impl Sim {
                 process.outbox.push(News::Destroyed(sandbox.clone()));
             }
         }
+        self.sandbox_is_gone(worker, &sandbox, then);
+    }
+
+    fn sandbox_is_gone(&mut self, worker: usize, sandbox: &str, then: Then) {
         let Some(process) = self.process(worker) else { return };
         match then {
-            Then::TrialOver(token) => {
-                if process.trials.remove(&token).is_some() {
-                    process.outbox.free_slot();
-                }
-            }
+            Then::TaskOver(token) => self.abandon(worker, token),
             Then::SlotFree => process.outbox.free_slot(),
             Then::Nothing => {
-                process.destroying.remove(&sandbox);
+                process.destroying.remove(sandbox);
             }
         }
         self.flush(worker);
@@ -462,9 +495,9 @@ impl Sim {
     pub fn release(&mut self, worker: usize, away: u64) {
         let Some(process) = self.process(worker) else { return };
         process.stopping = true;
-        for (token, running) in std::mem::take(&mut process.trials) {
-            if !matches!(running.stage, Stage::Reported(_) | Stage::Destroying) {
-                process.outbox.push(News::Failure(crate::trial::released(token)));
+        for (token, task) in std::mem::take(&mut process.tasks) {
+            if !task.stage.is_over() {
+                process.outbox.push(released(token));
             }
         }
         self.flush(worker);
@@ -478,4 +511,9 @@ impl Sim {
             })),
         );
     }
+}
+
+/// Whether a job's result is its answer.
+fn is_final(result: &JobResult) -> bool {
+    matches!(result.result, Some(job_result::Result::Judged(_) | job_result::Result::Replied(_)))
 }

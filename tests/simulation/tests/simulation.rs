@@ -194,5 +194,7 @@ mod found {
         cut_first: Defect::CutFirst,
         loss_concealed: Defect::LossConcealed,
         process_started_twice: Defect::ProcessStartedTwice,
+        asked_before_durable: Defect::AskedBeforeDurable,
+        asked_again_at_once: Defect::AskedAgainAtOnce,
     }
 }
