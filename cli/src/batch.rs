@@ -67,7 +67,7 @@ pub(crate) async fn run(command: options::Batch) -> Result<(), Failure> {
             let request = RegradeBatchRequest {
                 id,
                 idempotency_key,
-                judges_json: judges.map(|file| read(&file)).transpose()?.map(Into::into),
+                judges_json: judges.map(|file| regrade::asked(&file)).transpose()?,
                 cases,
             };
             let mut batches = client::batches(&client).await?;
@@ -102,9 +102,7 @@ async fn start(
     idempotency_key: Option<String>,
 ) -> Result<(), Failure> {
     let json = read(file)?;
-    for warning in warnings::of(&json) {
-        eprintln!("warning: {}", output::plain(&warning));
-    }
+    warnings::tell(&warnings::of(&json));
     let mut batches = client::batches(client).await?;
     let request = StartBatchRequest {
         json: json.into(),

@@ -24,6 +24,9 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// A start may bring 64 MiB.
 const MESSAGE: usize = (64 << 20) + (64 << 10);
 
+/// As refusals end that are about the variables of the server.
+const OF_THE_SERVER: &str = "in the scheduler's own environment";
+
 /// Puts `authorization: Bearer …` on every call.
 #[derive(Clone)]
 pub(crate) struct Bearer(MetadataValue<Ascii>);
@@ -162,6 +165,10 @@ fn bearer(secret: &str) -> Result<Bearer, Failure> {
 pub(crate) fn refused(status: &Status) -> Failure {
     let program = output::program();
     let next = match status.code() {
+        // Nothing is wrong with the request.
+        Code::InvalidArgument if status.message().contains(OF_THE_SERVER) => {
+            "Set it there, start the scheduler (or serve) again, and send the request again.".to_owned()
+        }
         Code::Unauthenticated => "Check the key: EVALGRID_API_KEY, or the file api-key of the right data folder in --data.".to_owned(),
         Code::PermissionDenied => format!("Use a key with that permission: {program} keys create --permissions …"),
         Code::NotFound => format!("See what there is: {program} batch list"),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use evalgrid_domain::evidence::{TrialEvidence, Validation, ValidationStatus, ValidationValue, ValueState};
-use evalgrid_proto::v1::{Batch, GetRunRequest, JudgeVerdict, ObjectRef, Run, Trial, TrialProgress, TrialStatus, evidence::Place};
+use evalgrid_proto::v1::{Batch, GetRunRequest, JudgeVerdict, Judged, ObjectRef, Run, Trial, TrialProgress, TrialStatus, evidence::Place};
 
 use crate::client::Batches;
 
@@ -25,15 +25,12 @@ pub(crate) async fn of(batches: &mut Batches, batch: &Batch) -> Reasons {
     let mut left = ALL_EVIDENCE;
     for run in &batch.runs {
         for trial in run.trials.iter().filter(|trial| trial.status() == TrialStatus::Failed) {
-            let evidence = match place(trial) {
-                Some(Place::Inline(bytes)) => Some(bytes.to_vec()),
-                Some(Place::Object(object)) if object.size <= EVIDENCE.min(left) => {
-                    left -= object.size;
-                    object_bytes(batches, object).await
-                }
-                _ => None,
-            };
-            let why = evidence.and_then(|bytes| reason(&bytes)).or_else(|| judged(trial));
+            let evidence = fetched(batches, place(trial), &mut left).await;
+            let mut why = evidence.and_then(|bytes| reason(&bytes));
+            if let (None, Some(judged)) = (&why, said_no(trial)) {
+                let record = fetched(batches, record_of(judged), &mut left).await;
+                why = Some(picked(judged, record.as_deref()));
+            }
             reasons.extend(why.map(|reason| (key(run, trial), reason)));
         }
     }
@@ -58,11 +55,9 @@ pub(crate) async fn of_ended(batches: &mut Batches, runs: &BTreeMap<(u32, u32), 
         let batch = answer.into_inner().batch.unwrap_or_default();
         for run in &batch.runs {
             for trial in run.trials.iter().filter(|trial| trial.status() == TrialStatus::Failed) {
-                let checks = match place(trial) {
-                    Some(Place::Inline(bytes)) => reason(bytes),
-                    _ => None,
-                };
-                reasons.extend(checks.or_else(|| judged(trial)).map(|reason| (key(run, trial), reason)));
+                let checks = inline(place(trial)).and_then(reason);
+                let judged = || said_no(trial).map(|judged| picked(judged, inline(record_of(judged))));
+                reasons.extend(checks.or_else(judged).map(|reason| (key(run, trial), reason)));
             }
         }
     }
@@ -75,6 +70,30 @@ fn key(run: &Run, trial: &Trial) -> TrialKey {
 
 fn place(trial: &Trial) -> Option<&Place> {
     trial.outcome.as_ref()?.evidence.as_ref()?.place.as_ref()
+}
+
+/// The record of what a judge said.
+fn record_of(judged: &Judged) -> Option<&Place> {
+    judged.validation.as_ref()?.place.as_ref()
+}
+
+fn inline(place: Option<&Place>) -> Option<&[u8]> {
+    match place {
+        Some(Place::Inline(bytes)) => Some(bytes),
+        _ => None,
+    }
+}
+
+/// What is there, or may still be fetched.
+async fn fetched(batches: &mut Batches, place: Option<&Place>, left: &mut u64) -> Option<Vec<u8>> {
+    match place? {
+        Place::Inline(bytes) => Some(bytes.to_vec()),
+        Place::Object(object) if object.size <= EVIDENCE.min(*left) => {
+            *left -= object.size;
+            object_bytes(batches, object).await
+        }
+        Place::Object(_) => None,
+    }
 }
 
 pub(crate) async fn object_bytes(batches: &mut Batches, object: &ObjectRef) -> Option<Vec<u8>> {
@@ -110,19 +129,26 @@ fn reason(evidence: &[u8]) -> Option<String> {
     })
 }
 
-/// What the first judge picked that said no, and why where that is at hand.
-fn judged(trial: &Trial) -> Option<String> {
+/// The first judge that said no.
+fn said_no(trial: &Trial) -> Option<&Judged> {
     let mut judges = trial.outcome.as_ref()?.judged.iter();
-    let judged = judges.find(|judged| judged.verdict() == JudgeVerdict::Failed)?;
-    let place = judged.validation.as_ref().and_then(|validation| validation.place.as_ref());
-    let record: Option<Validation> = match place {
-        Some(Place::Inline(bytes)) => serde_json::from_slice(bytes).ok(),
-        _ => None,
-    };
-    let why = record.and_then(|record| record.judgment).map(|judgment| judgment.reason);
+    judges.find(|judged| judged.verdict() == JudgeVerdict::Failed)
+}
+
+/// What a judge picked; why, and what passes, where its record is at hand.
+fn picked(judged: &Judged, record: Option<&[u8]>) -> String {
+    let record: Option<Validation> = record.and_then(|bytes| serde_json::from_slice(bytes).ok());
     let picked = cut(judged.choice.as_deref().unwrap_or_default());
-    let said = format!("the judge {} picked {picked}", cut(&judged.name));
-    Some(why.map_or(said.clone(), |why| format!("{said}: {}", cut(&why))))
+    let score = judged.score.map(|score| format!("score {score}"));
+    let judgment = record.and_then(|record| record.judgment);
+    let threshold = judgment.as_ref().map(|judgment| format!("passes from {}", judgment.threshold.0));
+    let numbers: Vec<String> = score.into_iter().chain(threshold).collect();
+    let numbers = match numbers.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", numbers.join(", ")),
+    };
+    let said = format!("the judge {} picked {picked}{numbers}", cut(&judged.name));
+    judgment.map_or(said.clone(), |judgment| format!("{said}: {}", cut(&judgment.reason)))
 }
 
 /// The last line of what the check printed, errors first.
@@ -147,7 +173,7 @@ fn cut(text: &str) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use evalgrid_domain::evidence::{Judgment, LogLevel, ValidationKind, ValidationLog, VerifyStep};
-    use evalgrid_proto::v1::{Evidence, Judged, TrialOutcome};
+    use evalgrid_proto::v1::{Evidence, TrialOutcome};
 
     use super::*;
 
@@ -227,7 +253,7 @@ mod tests {
             model: "m".into(),
             name: "tone".into(),
             reason: "It is curt.".into(),
-            score: Some(0.into()),
+            score: Some(0.5.into()),
             threshold: 1.into(),
             usage: None,
         });
@@ -236,6 +262,7 @@ mod tests {
             name: name.into(),
             verdict: verdict.into(),
             choice: Some("rude".into()),
+            score: Some(0.5),
             validation: place.map(|place| Evidence { place: Some(place) }),
             ..Judged::default()
         };
@@ -248,17 +275,21 @@ mod tests {
                 outcome: Some(outcome),
                 ..Trial::default()
             };
-            assert_eq!(judged(&trial).as_deref(), expected);
+            let said = said_no(&trial).map(|judged| picked(judged, inline(record_of(judged))));
+            assert_eq!(said.as_deref(), expected);
         };
         let passed = || judge("length", JudgeVerdict::Passed, None);
         check(vec![], None);
         check(vec![passed()], None);
         check(
             vec![passed(), judge("tone", JudgeVerdict::Failed, None)],
-            Some("the judge tone picked rude"),
+            Some("the judge tone picked rude (score 0.5)"),
         );
         let whole = judge("tone", JudgeVerdict::Failed, Some(place));
-        check(vec![whole], Some("the judge tone picked rude: It is curt."));
+        check(
+            vec![whole],
+            Some("the judge tone picked rude (score 0.5, passes from 1): It is curt."),
+        );
     }
 
     #[test]

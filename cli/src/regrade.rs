@@ -1,8 +1,35 @@
-//! What a regrade has changed: verdicts of trials, and of their judges.
+//! What a regrade is asked with, and what it has changed: verdicts of trials, and of their judges.
 
+use std::path::Path;
+
+use bytes::Bytes;
+use evalgrid_domain::{
+    decode::{Decoder, parse_json},
+    limits::MAX_JSON_DEPTH,
+    request,
+};
 use evalgrid_proto::v1::{Batch, Before, JudgeVerdict, Judged, Trial, TrialOutcome, TrialStatus};
 
-use crate::{grid, output};
+use crate::{Failure, batch, grid, output, warnings};
+
+/// The judges of a file, as they are sent. What is wrong with them is said in the file's name, which the scheduler does not know; slips are warned of.
+pub(crate) fn asked(file: &Path) -> Result<Bytes, Failure> {
+    let bytes = batch::read(file)?;
+    warnings::tell(&warnings::of_judges(&bytes));
+    let wrong = |what: String| {
+        Failure::data(
+            format!("{}: {}", file.display(), output::plain(&what)),
+            "It must be a JSON array of judges, as docs/requests.md describes them.",
+        )
+    };
+    let value = parse_json(&bytes, MAX_JSON_DEPTH).map_err(|error| wrong(error.to_string()))?;
+    let decoded = Decoder::run(&value, |d, value| d.at("judges", |d| request::judges(d, value)));
+    decoded.map_err(|issues| {
+        let issues: Vec<String> = issues.iter().map(ToString::to_string).collect();
+        wrong(issues.join("; "))
+    })?;
+    Ok(bytes.into())
+}
 
 /// For people; empty for a batch that regrades none.
 pub(crate) fn changes(batch: &Batch) -> String {
@@ -80,9 +107,41 @@ fn word(status: TrialStatus) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use evalgrid_proto::v1::{CaseInfo, Run, VariantInfo};
+    use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_file_of_judges_is_told_by_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("j.json");
+        let check = |content: &str, expected: Option<&str>| {
+            std::fs::write(&file, content).unwrap();
+            let wrong = asked(&file).map(|bytes| assert_eq!(bytes, content)).err();
+            let expected = expected.map(|expected| {
+                let next = "It must be a JSON array of judges, as docs/requests.md describes them.";
+                (65, format!("{}: {expected}\n{next}", file.display()))
+            });
+            assert_eq!(wrong.map(|failure| (failure.code(), failure.to_string())), expected, "{content}");
+        };
+        let judge =
+            json!({"kind": "judge", "name": "a", "provider": "openai", "model": "m", "prompt": "p", "choices": {"yes": 1, "no": 0}});
+        let mut strange = judge.clone();
+        strange["provider"] = json!("nobody");
+        strange["model"] = json!("");
+        check(&json!([judge]).to_string(), None);
+        check(
+            &json!({"judges": [judge]}).to_string(),
+            Some("judges: Expected an array, got an object"),
+        );
+        check(
+            &json!([judge, strange]).to_string(),
+            Some("judges[1].model: Expected a non-empty string; judges[1].provider: Expected \"openai\""),
+        );
+        check("[", Some("The body is not JSON: EOF while parsing a list at line 1, column 1"));
+    }
 
     fn judged(name: &str, choice: Option<&str>, score: f64) -> Judged {
         let verdict = match (choice, score >= 1.0) {

@@ -1,5 +1,5 @@
 //! What is allowed in a request and yet most likely a slip that costs a whole run: fields that nobody reads, cases that nothing decides,
-//! placeholders without a value. What is refused is the scheduler's to say.
+//! judges that decide nothing, placeholders without a value. What is refused is the scheduler's to say.
 
 use std::collections::BTreeMap;
 
@@ -13,6 +13,7 @@ const REQUEST: &[&str] = &["cases", "checksIn", "suite", "trials", "variants"];
 const SUITE: &[&str] = &["id", "name", "prompt", "source"];
 const CASE: &[&str] = &[
     "cache",
+    "diff",
     "id",
     "maxTurns",
     "name",
@@ -25,9 +26,14 @@ const CASE: &[&str] = &[
     "variables",
     "verify",
 ];
+const DIFF: &[&str] = &["ignore", "include"];
 const SOURCE: &[&str] = &["kind", "files", "url", "ref"];
 const USER: &[&str] = &["kind", "replies", "goal", "prompt", "harness", "model"];
-const VALIDATOR: &[&str] = &["capture", "checks", "judges", "kind", "manifest", "name", "source", "sourceFiles"];
+/// Without a `kind`.
+const PROGRAM: &[&str] = &["capture", "manifest", "name", "source", "sourceFiles"];
+/// Of the kind `judged`.
+const JUDGED: &[&str] = &["capture", "checks", "judges", "kind", "name", "sourceFiles"];
+const CHECK: &[&str] = &["capture", "manifest", "name", "source"];
 const JUDGE: &[&str] = &[
     "choices",
     "expected",
@@ -41,6 +47,8 @@ const JUDGE: &[&str] = &[
     "threshold",
     "timeoutMs",
 ];
+/// Of a judge that names none.
+const DEFAULT_THRESHOLD: f64 = 1.0;
 const VARIANT: &[&str] = &["credentials", "harness", "model", "profile", "sandbox"];
 const PROFILE: &[&str] = &["env", "files", "install", "name", "run", "systemPrompt", "variables"];
 
@@ -65,6 +73,27 @@ pub(crate) fn of(request: &[u8]) -> Vec<String> {
         unknown(&path, variant, VARIANT, &mut warnings);
         nested(&path, variant, "profile", PROFILE, &mut warnings);
     }
+    shortened(warnings)
+}
+
+/// The warnings of a list of judges that a regrade is given; none where it cannot be read.
+pub(crate) fn of_judges(judges: &[u8]) -> Vec<String> {
+    let Ok(judges @ Value::Array(_)) = parse_json(judges, MAX_JSON_DEPTH) else {
+        return Vec::new();
+    };
+    let mut warnings = Vec::new();
+    judges_warnings("", &Map::from_iter([("judges".to_owned(), judges)]), &mut warnings);
+    shortened(warnings)
+}
+
+/// Says them on stderr.
+pub(crate) fn tell(warnings: &[String]) {
+    for warning in warnings {
+        eprintln!("warning: {}", crate::output::plain(warning));
+    }
+}
+
+fn shortened(mut warnings: Vec<String>) -> Vec<String> {
     if warnings.len() > MAX_WARNINGS {
         let more = warnings.len() - MAX_WARNINGS;
         warnings.truncate(MAX_WARNINGS);
@@ -81,12 +110,11 @@ fn objects<'a>(map: &'a Map<String, Value>, key: &str) -> impl Iterator<Item = (
 fn case_warnings(path: &str, case: &Map<String, Value>, prompt: &str, warnings: &mut Vec<String>) {
     let within = format!("{path}.");
     unknown(&within, case, CASE, warnings);
+    nested(&within, case, "diff", DIFF, warnings);
     nested(&within, case, "source", SOURCE, warnings);
     nested(&within, case, "user", USER, warnings);
-    nested(&within, case, "validator", VALIDATOR, warnings);
-    let validator = case.get("validator").and_then(Value::as_object);
-    for (index, judge) in validator.into_iter().flat_map(|validator| objects(validator, "judges")) {
-        unknown(&format!("{path}.validator.judges[{index}]."), judge, JUDGE, warnings);
+    if let Some(Value::Object(validator)) = case.get("validator") {
+        validator_warnings(&format!("{path}.validator."), validator, warnings);
     }
     let given = |key: &str| case.get(key).is_some_and(|value| !value.is_null());
     if !given("verify") && !given("validator") {
@@ -99,6 +127,50 @@ fn case_warnings(path: &str, case: &Map<String, Value>, prompt: &str, warnings: 
                 "{path}.variables has no value for {{{{ {name} }}}}, which stays in the prompt as it is"
             ));
         }
+    }
+}
+
+fn validator_warnings(path: &str, validator: &Map<String, Value>, warnings: &mut Vec<String>) {
+    if validator.contains_key("kind") {
+        unknown(path, validator, JUDGED, warnings);
+        for (index, check) in objects(validator, "checks") {
+            unknown(&format!("{path}checks[{index}]."), check, CHECK, warnings);
+        }
+        judges_warnings(path, validator, warnings);
+        return;
+    }
+    let (judged, other): (Map<_, _>, Map<_, _>) = validator.clone().into_iter().partition(|(key, _)| JUDGED.contains(&key.as_str()));
+    unknown(path, &other, PROGRAM, warnings);
+    let ignored = judged.keys().filter(|key| !PROGRAM.contains(&key.as_str()));
+    warnings.extend(ignored.map(|key| format!("\"{path}{key}\" is ignored without \"kind\": \"judged\" beside it")));
+}
+
+fn judges_warnings(path: &str, validator: &Map<String, Value>, warnings: &mut Vec<String>) {
+    for (index, judge) in objects(validator, "judges") {
+        let path = format!("{path}judges[{index}]");
+        unknown(&format!("{path}."), judge, JUDGE, warnings);
+        warnings.extend(decided(judge).map(|why| format!("{path} {why}")));
+    }
+}
+
+/// Why a judge's verdict is the same whatever it picks.
+fn decided(judge: &Map<String, Value>) -> Option<String> {
+    let choices = judge.get("choices").and_then(Value::as_object)?;
+    let scores: Vec<f64> = choices.values().map(Value::as_f64).collect::<Option<_>>()?;
+    let best = scores.iter().copied().reduce(f64::max)?;
+    let worst = scores.iter().copied().reduce(f64::min)?;
+    let (threshold, default) = match judge.get("threshold") {
+        Some(threshold) => (threshold.as_f64()?, ""),
+        None => (DEFAULT_THRESHOLD, ", the default"),
+    };
+    match threshold {
+        _ if threshold > best => Some(format!(
+            "can never pass: no choice has more than {best}, and its threshold is {threshold}{default}"
+        )),
+        _ if threshold <= worst => Some(format!(
+            "can never fail: no choice has less than {worst}, and its threshold is {threshold}{default}"
+        )),
+        _ => None,
     }
 }
 
@@ -187,6 +259,23 @@ mod tests {
             ],
         );
         check(
+            "/cases/0/validator",
+            json!({"kind": "judged", "name": "v", "source": "s", "checks": [{"name": "c", "src": "s"}], "judges": []}),
+            &[
+                "\"cases[0].validator.source\" is not a field and is ignored",
+                "\"cases[0].validator.checks[0].src\" is not a field and is ignored",
+            ],
+        );
+        check(
+            "/cases/0/validator",
+            json!({"name": "v", "source": "s", "typo": 1, "checks": [], "judges": [{"name": "a"}]}),
+            &[
+                "\"cases[0].validator.typo\" is not a field and is ignored",
+                "\"cases[0].validator.checks\" is ignored without \"kind\": \"judged\" beside it",
+                "\"cases[0].validator.judges\" is ignored without \"kind\": \"judged\" beside it",
+            ],
+        );
+        check(
             "/variants/0/prompt",
             json!(1),
             &["\"variants[0].prompt\" is not a field and is ignored"],
@@ -207,6 +296,55 @@ mod tests {
         // Shapes that are refused are told by the refusal.
         check("/cases", json!("none"), &[]);
         check("/variants", json!([1]), &[]);
+    }
+
+    #[test]
+    fn judges_that_decide_nothing() {
+        fn check(judge: Value, expected: &[&str]) {
+            let judges = json!([{"name": "first"}, judge]);
+            assert_eq!(of_judges(&serde_json::to_vec(&judges).unwrap()), expected, "{judges}");
+            let mut whole = request();
+            whole["cases"][0]["validator"] = json!({"kind": "judged", "name": "v", "checks": [], "judges": judges});
+            let expected: Vec<_> = expected
+                .iter()
+                .map(|text| text.replace("judges[", "cases[0].validator.judges["))
+                .collect();
+            assert_eq!(of(&serde_json::to_vec(&whole).unwrap()), expected, "{whole}");
+        }
+        let choices = json!({"good": 0.5, "bad": 0});
+        check(json!({"choices": choices, "threshold": 0.5}), &[]);
+        check(json!({"choices": choices, "threshold": 0.1}), &[]);
+        check(
+            json!({"choices": choices, "treshold": 0.5}),
+            &[
+                "\"judges[1].treshold\" is not a field and is ignored",
+                "judges[1] can never pass: no choice has more than 0.5, and its threshold is 1, the default",
+            ],
+        );
+        check(
+            json!({"choices": choices, "threshold": 0.75}),
+            &["judges[1] can never pass: no choice has more than 0.5, and its threshold is 0.75"],
+        );
+        check(
+            json!({"choices": choices, "threshold": 0}),
+            &["judges[1] can never fail: no choice has less than 0, and its threshold is 0"],
+        );
+        check(
+            json!({"choices": {"only": 1}}),
+            &["judges[1] can never fail: no choice has less than 1, and its threshold is 1, the default"],
+        );
+        // Shapes that are refused are told by the refusal.
+        for judge in [
+            json!({"choices": {}}),
+            json!({"choices": {"a": "1"}}),
+            json!({"choices": choices, "threshold": null}),
+            json!(1),
+        ] {
+            check(judge, &[]);
+        }
+        for judges in ["{}", "[", "[[]]"] {
+            assert_eq!(of_judges(judges.as_bytes()), Vec::<String>::new(), "{judges}");
+        }
     }
 
     #[test]
@@ -243,7 +381,7 @@ mod tests {
             "checksIn": true,
             "suite": {"id": "s", "name": "S", "prompt": "Do it.", "source": {"kind": "repo", "url": "u", "ref": null}},
             "cases": [{
-                "cache": {"key": "k", "path": "p"}, "id": "a", "maxTurns": 1, "name": "A", "prepare": {"name": "n", "source": "s"},
+                "cache": {"key": "k", "path": "p"}, "diff": {"ignore": ["a"], "include": ["b"]}, "id": "a", "maxTurns": 1, "name": "A", "prepare": {"name": "n", "source": "s"},
                 "source": {"kind": "files", "files": {}}, "tags": ["t"], "timeoutMs": 1000,
                 "user": {"kind": "simulated", "goal": "g", "prompt": "p", "harness": "codex", "model": "m"},
                 "validator": {"name": "n", "source": "s"}, "variables": {}, "verify": "true"
@@ -269,6 +407,7 @@ mod tests {
             ("", REQUEST),
             ("/suite", SUITE),
             ("/cases/0", CASE),
+            ("/cases/0/diff", DIFF),
             ("/variants/0", VARIANT),
             ("/variants/0/profile", PROFILE),
         ] {

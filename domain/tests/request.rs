@@ -260,6 +260,8 @@ fn broken_fields() {
         ("/cases/1/verify", long(8_193), Refinement, "cases[1].verify"),
         ("/cases/1/verify", nul(), Refinement, "cases[1].verify"),
         ("/cases/0/validator/kind", Some(json!("code")), Type, "cases[0].validator.kind"),
+        ("/cases/0/validator/kind", None, Missing, "cases[0].validator.kind"),
+        ("/cases/2/validator/source", None, Missing, "cases[2].validator.source"),
         (
             "/cases/0/validator/judges",
             Some(json!([])),

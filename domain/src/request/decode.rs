@@ -345,6 +345,10 @@ fn user(d: &mut Decoder, value: &Value) -> Option<User> {
 fn validator(d: &mut Decoder, value: &Value) -> Option<Validator> {
     let map = d.object(value)?;
     if !map.contains_key("kind") {
+        if map.contains_key("judges") && !map.contains_key("source") {
+            d.at("kind", |d| d.issue(IssueTag::Missing, "is missing; with judges it is \"judged\""));
+            return None;
+        }
         let check = check(d, value);
         let source_files = d.optional(map, "sourceFiles", source_files);
         return Some(Validator::Code(CodeValidator {
