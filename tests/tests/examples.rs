@@ -18,10 +18,15 @@ const PATIENCE: Duration = Duration::from_secs(480);
 /// What the suites' own checks need.
 const NODE_IMAGE: &str = "evalgrid-test/node:1";
 
+/// A file of `examples/`.
+fn file(name: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples").join(name);
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
 /// The suite of that name, on `sandbox`, with what the model of the tests does, by case; a reply of a person does what it says in `replies`.
 fn example(name: &str, sandbox: &str, does: &[(&str, &str)], replies: &[&str]) -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../examples/{name}/request.json"));
-    let mut request: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let mut request = file(&format!("{name}/request.json"));
     let prompt = request["suite"]["prompt"].as_str().unwrap().to_owned();
     request["suite"]["prompt"] = json!(format!("{prompt}\n{{{{ does }}}}"));
     for case in request["cases"].as_array_mut().unwrap() {
@@ -131,17 +136,14 @@ async fn the_judged_suite_tells_one_who_asks_from_one_who_guesses() {
     let server = agents::server(folder.path(), &models.url(Mode::Ok), 4);
     let _process = server.serve();
     let api = server.ready().await;
-    let mut request = example("judged", "bubblewrap", &[("release-channel", "Thank you.")], &[]);
-    let case = &mut request["cases"][0];
-    // The model server does what lines say; everything else is as it stands in the example.
-    let add = |text: &mut Value, line: &str| *text = json!(format!("{}\n{line}", text.as_str().unwrap()));
-    add(&mut case["user"]["prompt"], "PERSON: It is called Amber. | <<DONE>>");
-    let judges = &mut case["validator"]["judges"];
-    add(
-        &mut judges[0]["prompt"],
-        "PICK asked IF CONVERSATION CONTAINS What is the channel called? ELSE guessed",
-    );
-    add(&mut judges[1]["prompt"], "PICK yes IF FILES CONTAINS amber ELSE no");
+    // The model server does what the lines say that this one has more; everything else is as it stands in the example.
+    let request = file("judged/without-key.json");
+    let mut plain = request.clone();
+    for pointer in ["/user/prompt", "/validator/judges/0/prompt", "/validator/judges/1/prompt"] {
+        let prompt = plain["cases"][0].pointer_mut(pointer).unwrap();
+        *prompt = json!(prompt.as_str().unwrap().rsplit_once('\n').unwrap().0);
+    }
+    assert_eq!(plain, file("judged/request.json"));
     let batch = api.ended(&api.start(&request).await, PATIENCE).await;
     for run in batch["runs"].as_array().unwrap() {
         let asks = run["variant"]["model"] == "asks";

@@ -1,6 +1,7 @@
 //! A model server for tests: the four wire formats that real agents and judges speak, on loopback, with answers that the prompt decides.
 //!
-//! The last thing that the person said may hold directives, one a line (see [`script`]); the first part of the path may ask for a fault
+//! The last thing that the person said may hold directives, one a line (see [`script`]), and so may a judge's question and a person's brief;
+//! `help.txt`, which `evalgrid-modelserver --help` prints, has all of them. The first part of the path may ask for a fault
 //! (see [`Mode`]), so that a base URL is all that a test chooses. Every request is counted, so that a test can prove that none was repeated.
 //! What no real client would send is refused as the vendor would refuse it.
 

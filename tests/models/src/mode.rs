@@ -147,8 +147,10 @@ mod tests {
                 assert_eq!(format!("/{mode}{rest}"), path);
             }
         }
+        let help: Vec<_> = include_str!("help.txt").split_whitespace().collect();
         for (name, mode) in Mode::PREFIXES {
             assert_eq!((Mode::named(name), mode.to_string().as_str()), (Some(mode), name));
+            assert!(help.contains(&name), "--help does not tell of {name}");
         }
     }
 }

@@ -10,7 +10,7 @@
 //! Without `SAY` the final text is `[turn N] Done.` after commands, and `[turn N] You said: …` where there was no directive at all; N counts
 //! the answers of the conversation, so a client that has lost what was said before is found out.
 //!
-//! Who is asked to judge, or to play a person, reads other lines as well: see `judge` and `person` in the sources.
+//! Who is asked to judge, or to play a person, reads other lines as well: `evalgrid-modelserver --help` has them.
 
 use std::{borrow::Cow, time::Duration};
 

@@ -5,10 +5,11 @@ use std::{future, path::PathBuf, process::ExitCode};
 use clap::Parser;
 use evalgrid_modelserver::ModelServer;
 
-/// A model server on loopback for tests. See the crate's documentation for what prompts and paths make it do.
+/// A model server for trying things without a key, and for tests: it does what the lines of a prompt say.
 #[derive(Parser)]
+#[command(after_help = include_str!("../help.txt"))]
 struct Options {
-    /// Where to listen; port 0 takes any free one.
+    /// Where to listen; port 0 takes any free one. Example: --listen 127.0.0.1:18080
     #[arg(long, default_value = "127.0.0.1:0")]
     listen: String,
     /// A Unix socket to listen on as well.
