@@ -27,7 +27,7 @@ pub(crate) async fn run(command: options::Harness) -> Result<(), Failure> {
         options::Harness::Install { names, host } => {
             let tools = tools(&host)?;
             for name in names {
-                install(&tools, name).await?;
+                install(&tools, name, output::line).await?;
             }
             Ok(())
         }
@@ -70,15 +70,16 @@ fn package(install: &Install) -> String {
     }
 }
 
-async fn install(tools: &Tools, harness: Harness) -> Result<(), Failure> {
+/// Sees to it that the agent is on this host, and tells how that goes, line by line.
+pub(crate) async fn install(tools: &Tools, harness: Harness, say: impl Fn(&str) -> Result<(), Failure>) -> Result<(), Failure> {
     let name = harness.name();
     let Some(install) = evalgrid_harness::by_name(name).and_then(|harness| harness.install()) else {
-        return output::line(&format!("{name}: there is nothing to install"));
+        return say(&format!("{name}: there is nothing to install"));
     };
     if tools.is_there(install) {
-        output::line(&format!("{name} {}: checking what is there", install.version))?;
+        say(&format!("{name} {}: checking what is there", install.version))?;
     } else {
-        output::line(&format!("{name} {}: installing ({})", install.version, package(install)))?;
+        say(&format!("{name} {}: installing ({})", install.version, package(install)))?;
     }
     #[expect(clippy::disallowed_methods, reason = "a person wants to know how long it takes")]
     let began = std::time::Instant::now();
@@ -91,9 +92,9 @@ async fn install(tools: &Tools, harness: Harness) -> Result<(), Failure> {
                 let next = "Is the package registry reachable? You may also put the folder there yourself: docs/harnesses.md.";
                 result.map_err(|error| Failure::new(format!("{name}: {error}"), next))?;
                 let state = line(tools, install);
-                return output::line(&format!("{} ({})", state.trim_end(), took()));
+                return say(&format!("{} ({})", state.trim_end(), took()));
             }
-            () = tokio::time::sleep(PROGRESS) => output::line(&format!("{name}: {} so far", took()))?,
+            () = tokio::time::sleep(PROGRESS) => say(&format!("{name}: {} so far", took()))?,
         }
     }
 }

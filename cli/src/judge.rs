@@ -1,45 +1,61 @@
 //! `judge`: how far a judge can be trusted.
 
-use std::{io::IsTerminal as _, path::Path, time::Duration};
+mod agent;
+
+use std::{
+    collections::BTreeMap,
+    io::{IsTerminal as _, Write as _},
+    path::Path,
+    time::Duration,
+};
 
 use evalgrid_domain::{
+    credential,
     decode::parse_json,
     judge::Question,
     limits::MAX_JSON_DEPTH,
-    provider,
+    provider::{self, Provider},
     redact::Redactor,
     request::{Judge, JudgeBy},
 };
 use evalgrid_judge_runner::{
-    calibrate::{self, Calibration, Report},
+    calibrate::{self, Calibration, Observed, Report, Unreachable},
     http::{Http, HttpOptions},
     model::{Endpoint, Met, Terms},
     openai,
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
-use crate::{Failure, batch, options, output};
+use crate::{Failure, batch, options, output, stop};
 
 /// Seed of the resampled intervals. Always the same, so that the same answers give the same report.
 const SEED: u64 = 1;
 
 pub(crate) async fn run(command: options::Judge) -> Result<(), Failure> {
     match command {
-        options::Judge::Calibrate { file, json } => calibrate(&file, json).await,
+        options::Judge::Calibrate { file, json, agent } => calibrate(&file, json, &agent).await,
     }
 }
 
-async fn calibrate(file: &Path, json: bool) -> Result<(), Failure> {
+async fn calibrate(file: &Path, json: bool, flags: &options::JudgeAgent) -> Result<(), Failure> {
     let calibration = read(file)?;
-    let asker = Asker::of(&calibration.judge)?;
-    let total = calibration.items.len() * (calibration.repeats as usize + 1);
-    eprintln!("Asking {total} times.");
-    let mut nonce = [0; 16];
-    rand::fill(&mut nonce);
-    let ask = |question, key| asker.ask(question, key);
-    let observed = calibrate::run(&calibration, nonce, ask, |done| progress(done, total)).await;
-    // A provider may say the key back.
-    let redactor = Redactor::new([&asker.key]);
+    let credential = credential(&calibration.judge)?;
+    let stopped = stop::on_signal()?;
+    let observed = match calibration.judge.by {
+        JudgeBy::Provider { .. } => {
+            let model = Model::new(&calibration.judge, &credential)?;
+            ask(&calibration, |question, key| model.ask(question, key), stopped).await?
+        }
+        JudgeBy::Harness { harness } => {
+            let place = agent::Place::new(flags.work.as_deref())?;
+            let agent = agent::open(&place, &flags.sandboxes, &calibration.judge, harness, &credential, &stopped).await?;
+            let observed = ask(&calibration, |question, key| agent.ask(question, key), stopped).await;
+            agent::close(agent, &place).await?;
+            observed?
+        }
+    };
+    // Whom is asked may say the key back.
+    let redactor = Redactor::new(credential.get("apiKey"));
     let observed = observed.map_err(|error| {
         Failure::unavailable(
             output::plain(&redactor.text(&error.to_string())),
@@ -55,6 +71,63 @@ async fn calibrate(file: &Path, json: bool) -> Result<(), Failure> {
     // The judge's words may be in it.
     let text = report.text();
     redactor.text(&text).lines().try_for_each(|line| output::line(&output::plain(line)))
+}
+
+/// Asks about all examples, until somebody stops it.
+async fn ask<A: Future<Output = Met>>(
+    calibration: &Calibration,
+    ask: impl Fn(Question, String) -> A,
+    mut stopped: watch::Receiver<bool>,
+) -> Result<Result<Vec<Observed>, Unreachable>, Failure> {
+    let total = calibration.items.len() * (calibration.repeats as usize + 1);
+    say(format_args!("Asking {total} times.\n"));
+    let mut nonce = [0; 16];
+    rand::fill(&mut nonce);
+    tokio::select! {
+        observed = calibrate::run(calibration, nonce, ask, |done| progress(done, total)) => Ok(observed),
+        () = asked_to_stop(&mut stopped) => {
+            say(format_args!("\nStopping; a second signal stops at once.\n"));
+            Err(was_stopped())
+        }
+    }
+}
+
+/// Tells on stderr how it goes. That nobody reads it is no reason to leave sandboxes behind.
+fn say(text: std::fmt::Arguments<'_>) {
+    let _ = std::io::stderr().write_fmt(text);
+}
+
+async fn asked_to_stop(stopped: &mut watch::Receiver<bool>) {
+    // An error says that nobody can tell us any more.
+    let _ = stopped.wait_for(|stop| *stop).await;
+}
+
+fn was_stopped() -> Failure {
+    Failure::new(
+        "the calibration was stopped, and its answers are lost",
+        "Start it again; fewer examples or repeats take less time.",
+    )
+}
+
+/// How the judge is reached, by the variables of this process.
+fn credential(judge: &Judge) -> Result<BTreeMap<String, String>, Failure> {
+    let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let variables = variables.filter(|(_, value)| !value.is_empty()).collect();
+    let credential = match judge.by {
+        JudgeBy::Provider { .. } => named(judge)?.credential(&variables),
+        JudgeBy::Harness { harness } => credential::method(harness).values(&variables),
+    };
+    credential.map_err(|variable| {
+        Failure::unavailable(
+            format!("the judge cannot be asked: {variable} is not set"),
+            format!("Set it to a key of {}, for this command.", judge.by.evaluator()),
+        )
+    })
+}
+
+fn named(judge: &Judge) -> Result<&'static Provider, Failure> {
+    let id = judge.by.evaluator();
+    provider::named(id).ok_or_else(|| Failure::data(format!("judge.provider: {id} is not known here"), "Name openai."))
 }
 
 fn read(file: &Path) -> Result<Calibration, Failure> {
@@ -75,15 +148,15 @@ fn read(file: &Path) -> Result<Calibration, Failure> {
 /// On a terminal one line that counts; elsewhere a line for every tenth.
 fn progress(done: usize, total: usize) {
     match std::io::stderr().is_terminal() {
-        true if done == total => eprintln!("\r{done}/{total}"),
-        true => eprint!("\r{done}/{total}"),
-        false if done == total || done.is_multiple_of(total.div_ceil(10)) => eprintln!("{done}/{total}"),
+        true if done == total => say(format_args!("\r{done}/{total}\n")),
+        true => say(format_args!("\r{done}/{total}")),
+        false if done == total || done.is_multiple_of(total.div_ceil(10)) => say(format_args!("{done}/{total}\n")),
         false => {}
     }
 }
 
-/// Asks one judge, as a judge runner does.
-struct Asker {
+/// Asks a judge by a model's API, as a judge runner does.
+struct Model {
     http: Http,
     provider: &'static str,
     base_url: String,
@@ -92,36 +165,16 @@ struct Asker {
     limit: Duration,
 }
 
-impl Asker {
-    /// By the variables of this process.
-    fn of(judge: &Judge) -> Result<Asker, Failure> {
-        let JudgeBy::Provider { .. } = judge.by else {
-            return Err(Failure::data(
-                format!(
-                    "judge.harness: {} judges in sandboxes of a server, which this command has none of",
-                    judge.by.evaluator()
-                ),
-                "Calibrate a judge with \"provider\": \"openai\".",
-            ));
-        };
-        let id = judge.by.evaluator();
-        let provider =
-            provider::named(id).ok_or_else(|| Failure::data(format!("judge.provider: {id} is not known here"), "Name openai."))?;
-        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-        let credential = provider.credential(&variables.filter(|(_, value)| !value.is_empty()).collect());
-        let mut credential = credential.map_err(|variable| {
-            Failure::unavailable(
-                format!("the judge cannot be asked: {variable} is not set"),
-                format!("Set it to a key of {id}, for this command."),
-            )
-        })?;
+impl Model {
+    fn new(judge: &Judge, credential: &BTreeMap<String, String>) -> Result<Model, Failure> {
         let http =
             Http::new(HttpOptions::default()).map_err(|error| Failure::new(error.to_string(), "Check this machine's certificates."))?;
-        Ok(Asker {
+        let field = |name: &str| credential.get(name).cloned().unwrap_or_default();
+        Ok(Model {
             http,
-            provider: provider.id,
-            base_url: credential.remove("baseUrl").unwrap_or_default(),
-            key: credential.remove("apiKey").unwrap_or_default(),
+            provider: named(judge)?.id,
+            base_url: field("baseUrl"),
+            key: field("apiKey"),
             model: judge.model.clone(),
             limit: Duration::from_millis(judge.timeout_ms.into()),
         })

@@ -48,8 +48,8 @@ pub fn main() -> ExitCode {
 }
 
 fn run(cli: Cli, odd_variables: &[String]) -> Result<(), Failure> {
-    // The demo's output is its progress; the log of a healthy server would only get in its way.
-    let quieter = matches!(cli.command, Command::Demo(_)) && cli.global.log == options::DEFAULT_LOG;
+    // The output of these is their progress; the log of a healthy server would only get in its way.
+    let quieter = matches!(cli.command, Command::Demo(_) | Command::Judge(_)) && cli.global.log == options::DEFAULT_LOG;
     start_log(&cli.global, quieter.then_some("warn"))?;
     for name in odd_variables {
         tracing::warn!("{name} is the variable of no flag");

@@ -17,7 +17,7 @@ use evalgrid_worker::DockerPolicy;
 pub(crate) use api::{ApiRole, SchedulerAddress};
 pub(crate) use batch::Batch;
 pub(crate) use harness::{Harness, HostFlags, ToolFlags};
-pub(crate) use judge::Judge;
+pub(crate) use judge::{Judge, JudgeAgent};
 pub(crate) use operator::{Keys, Objects, Operator, Sandboxes, Trial};
 pub(crate) use organizations::Organizations;
 

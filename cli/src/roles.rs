@@ -19,7 +19,7 @@ use evalgrid_store::{
 use evalgrid_worker::{ProcessPolicy, WorkerError, WorkerOptions};
 use tokio::{net::TcpListener, sync::watch, task::JoinSet};
 
-pub(crate) use self::workers::bubblewrap_works;
+pub(crate) use self::workers::{bubblewrap_works, host_options};
 use self::workers::{docker_works, executor_options, http_options, process_policy, worker_options};
 use crate::{Failure, client, options, output, stop};
 
@@ -30,7 +30,7 @@ pub(crate) const WORK: &str = "work";
 /// Below the data folder: where the judge runner of `serve` lives.
 const JUDGES: &str = "judges";
 /// What to do where no sandbox works.
-const NO_SANDBOX: &str =
+pub(crate) const NO_SANDBOX: &str =
     "Install bubblewrap; or, where agents are trusted as much as you are, let them run as plain processes with --enable-process-sandbox.";
 
 /// `serve`.

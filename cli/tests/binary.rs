@@ -84,7 +84,7 @@ fn a_calibration_that_cannot_be_says_whose_fault_it_is() {
         path
     };
     let good = fs::read_to_string(&example).unwrap();
-    let harness = good.replace("\"provider\": \"openai\"", "\"harness\": \"codex\"");
+    let by = |harness: &str| good.replace("\"provider\": \"openai\"", &format!("\"harness\": \"{harness}\""));
     check(&example, None, 69, "OPENAI_API_KEY is not set");
     check(Path::new("/nowhere.json"), Some("k"), 2, "/nowhere.json");
     check(&put("no.json", "{"), Some("k"), 65, "no.json");
@@ -94,7 +94,8 @@ fn a_calibration_that_cannot_be_says_whose_fault_it_is() {
         65,
         "items[2].label",
     );
-    check(&put("harness.json", &harness), Some("k"), 65, "judge.harness");
+    check(&put("harness.json", &by("command")), Some("k"), 65, "judge.harness");
+    check(&put("codex.json", &by("codex")), None, 69, "OPENAI_API_KEY is not set");
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! A judgment: what the judge is shown, the ask, and the record of what it said.
 
+use std::{collections::BTreeMap, time::Duration};
+
 use evalgrid_domain::{
     answerer::Failure,
     evidence::{TrialEvidence, ValidationValue},
     judge::{self, Answer, Asked, Concluded, Place, Question, Verdict, question, read_answer},
     outcome, prompt,
-    request::{Case, Judge, JudgeBy, JudgedValidator, SuiteBatchRequest, Validator},
+    request::{Case, Harness, Judge, JudgeBy, JudgedValidator, SuiteBatchRequest, Validator},
 };
 use evalgrid_proto::v1::{JudgeJob, JudgeVerdict, Judged, job_result};
 use evalgrid_worker::{End, Then};
@@ -30,6 +32,27 @@ pub fn metadata(question: &Question, mut said: Map<String, Value>) -> Value {
     let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
     said.insert("questionSha256".into(), hash.into());
     Value::Object(said)
+}
+
+/// How an agent that judges is asked. `prompt`: what [`judge::prompt`] makes of the question. `left`: what of the judge's time is left.
+pub(crate) fn talk<'a>(
+    judge: &'a Judge,
+    harness: Harness,
+    credential: &'a BTreeMap<String, String>,
+    prompt: &'a str,
+    left: Duration,
+) -> Talk<'a> {
+    Talk {
+        harness: harness.name(),
+        model: &judge.model,
+        credential,
+        step: harness::JUDGE_STEP,
+        number: 1,
+        prompt,
+        session_id: None,
+        limit_ms: judge.timeout_ms.into(),
+        left,
+    }
 }
 
 /// Asks the judge of a lease.
@@ -131,17 +154,8 @@ impl<'a> Found<'a> {
                     .await
             }
             JudgeBy::Harness { harness } => {
-                let talk = Talk {
-                    harness: harness.name(),
-                    model: &judge.model,
-                    credential: &job.credential,
-                    step: harness::JUDGE_STEP,
-                    number: 1,
-                    prompt: &judge::prompt(question),
-                    session_id: None,
-                    limit_ms,
-                    left: job.left(limit_ms)?,
-                };
+                let prompt = judge::prompt(question);
+                let talk = talk(judge, harness, &job.credential, &prompt, job.left(limit_ms)?);
                 harness::ask(job, talk, talk.left + harness::LIFETIME_MARGIN).await
             }
         }

@@ -25,19 +25,24 @@ pub fn mounts() -> usize {
     std::fs::read_to_string("/proc/self/mounts").unwrap().lines().count()
 }
 
-/// Control groups that hold a sandbox's name.
+/// Control groups that hold the name of a trial's sandbox.
 pub fn groups() -> Vec<String> {
-    fn walk(folder: &std::path::Path, found: &mut Vec<String>, depth: u32) {
+    groups_of("trial_")
+}
+
+/// Control groups with this in their names.
+pub fn groups_of(part: &str) -> Vec<String> {
+    fn walk(folder: &std::path::Path, part: &str, found: &mut Vec<String>, depth: u32) {
         let Ok(entries) = std::fs::read_dir(folder) else { return };
         for path in entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()) {
-            if path.file_name().is_some_and(|name| name.to_string_lossy().contains("trial_")) {
+            if path.file_name().is_some_and(|name| name.to_string_lossy().contains(part)) {
                 found.push(path.display().to_string());
             } else if depth > 0 {
-                walk(&path, found, depth - 1);
+                walk(&path, part, found, depth - 1);
             }
         }
     }
     let mut found = Vec::new();
-    walk(std::path::Path::new("/sys/fs/cgroup"), &mut found, 4);
+    walk(std::path::Path::new("/sys/fs/cgroup"), part, &mut found, 4);
     found
 }

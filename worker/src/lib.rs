@@ -6,6 +6,7 @@
 mod backoff;
 mod docker;
 mod folder;
+mod host;
 mod jobs;
 mod link;
 mod objects;
@@ -28,6 +29,7 @@ use tokio::{
 
 pub use docker::{DockerPolicy, DockerUse, open_docker};
 pub use folder::{Folder, FolderError};
+pub use host::Host;
 pub use jobs::{End, Jobs, Role, Task, Then};
 pub use link::{AddressError, Client};
 pub use objects::{ObjectError, Objects};

@@ -5,21 +5,13 @@ use std::{collections::BTreeSet, time::Duration};
 use evalgrid_sandbox::Limits;
 use tokio::{
     sync::{Semaphore, watch},
-    time::{Instant, sleep, sleep_until, timeout},
+    time::{Instant, sleep_until, timeout},
 };
 
-use crate::{Client, Fact, Folder, Objects, Outbox, Providers, Sandboxes, Tools, WorkerError, WorkerOptions, backoff::Pauses, providers};
+use crate::{Client, Fact, Folder, Host, Objects, Outbox, Providers, Sandboxes, Tools, WorkerError, WorkerOptions, host};
 
 /// Destroying is mostly waiting and deleting files; more at once would keep the disk from the agents.
 const DESTROYED_AT_ONCE: usize = 16;
-/// Tries to destroy one sandbox, some minutes in all. Custody stays open after that: the next Hello names what is left.
-const DESTROY_TRIES: u32 = 10;
-/// One try; the provider has shorter deadlines of its own.
-const DESTROY_DEADLINE: Duration = Duration::from_secs(120);
-/// Between tries.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// Between tries.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// This part of a lease's time is left unused at its end: for noticing, and for what is on its way to a sandbox by then.
 const LEASE_MARGIN: u32 = 10;
 /// Listing reads one folder.
@@ -48,20 +40,16 @@ pub struct Worker {
 impl Worker {
     /// Locks the folder, and finds out what works on this host. Takes some seconds where sandboxes have to be tried out.
     pub async fn open(options: &WorkerOptions, need: Sandboxes) -> Result<Self, WorkerError> {
-        let folder = Folder::open(&options.work)?;
         let client = || Client::new(&options.schedulers, &options.worker_token);
         // Connections of their own: evidence keeps no lease waiting.
         let (stream, objects) = (client()?, Objects::new(client()?));
-        let tools = Tools::new(options.tools.clone())?;
-        let providers = providers::open(options, need, tools.folder(), &folder.worker_id).await?;
-        let shared: Vec<_> = evalgrid_harness::shared_files()
-            .into_iter()
-            .map(|file| (file.path, file.content))
-            .collect();
-        for (name, provider) in &providers {
-            provider.share(&shared).map_err(|error| WorkerError::Provider(name, error))?;
-        }
-        Ok(Self::new(folder, options.slots, stream, objects, providers, options.limits, tools))
+        let Host {
+            folder,
+            tools,
+            providers,
+            limits,
+        } = Host::open(options, need).await?;
+        Ok(Self::new(folder, options.slots, stream, objects, providers, limits, tools))
     }
 
     /// One of these parts. [`Self::open`] makes them for whoever runs for real.
@@ -134,23 +122,10 @@ impl Worker {
         }
         // Closed it never is.
         let _room = self.destroy_room.acquire().await;
-        let mut pauses = Pauses::new(FIRST_PAUSE, LONGEST_PAUSE);
-        for _ in 0..DESTROY_TRIES {
-            let mut gone = true;
-            for (name, sandboxes) in self.providers.iter().filter(|(name, _)| provider.is_none_or(|own| own == **name)) {
-                match timeout(DESTROY_DEADLINE, sandboxes.destroy(sandbox)).await {
-                    Ok(Ok(())) => continue,
-                    Ok(Err(error)) => tracing::warn!(sandbox, provider = name, %error, "a sandbox is not destroyed yet"),
-                    Err(_) => tracing::warn!(sandbox, provider = name, "destroying a sandbox takes too long"),
-                }
-                gone = false;
-            }
-            if gone {
-                self.outbox.push(Fact::Destroyed(sandbox.to_owned()));
-                return;
-            }
-            sleep(pauses.next()).await;
+        match host::destroy(&self.providers, sandbox, provider).await {
+            true => self.outbox.push(Fact::Destroyed(sandbox.to_owned())),
+            // The next Hello names it.
+            false => tracing::error!(sandbox, "a sandbox could not be destroyed; it stays in custody"),
         }
-        tracing::error!(sandbox, "a sandbox could not be destroyed; it stays in custody");
     }
 }

@@ -9,7 +9,7 @@ use super::Data;
 
 #[derive(Args, Debug)]
 pub(crate) struct ToolFlags {
-    /// Where agents are installed, once for all trials; by default the folder tools in the executor's work folder. Example: --tools /var/cache/evalgrid/tools
+    /// Where agents are installed, once for all trials; by default the folder tools in the work folder. Example: --tools /var/cache/evalgrid/tools
     #[arg(long, value_name = "DIR")]
     pub(crate) tools: Option<PathBuf>,
     /// Programs of your own for agents, in place of the installs; the only way for agents without a package. None by default. Example: --harness-binary cursor=/opt/cursor/agent

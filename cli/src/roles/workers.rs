@@ -1,6 +1,10 @@
 //! Workers as the flags describe them, and what works on this machine.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use evalgrid_executor::ExecutorOptions;
 use evalgrid_judge_runner::http::HttpOptions;
@@ -77,6 +81,11 @@ pub(super) fn worker_options(
         },
         tools: harness::options(&absolute(&work), &flags.tools),
     })
+}
+
+/// For sandboxes and agents of a command that is no worker.
+pub(crate) fn host_options(work: &Path, flags: &options::SandboxFlags) -> Result<WorkerOptions, Failure> {
+    worker_options(work.to_owned(), Vec::new(), String::new(), 1, flags, process_policy(flags))
 }
 
 fn default_slots() -> u32 {

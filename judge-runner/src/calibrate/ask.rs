@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use evalgrid_domain::{
     answerer::Failure,
-    judge::{Entry, Material, Question, question, question_in_order, read_answer},
+    judge::{Entry, Material, Question, question, question_in_order},
     limits::MAX_UNCLEAR_ASKS,
     request::Judge,
 };
@@ -12,8 +12,10 @@ use futures::{StreamExt as _, stream};
 use tokio::time::sleep;
 
 use super::{Calibration, Item};
-use crate::model::Met;
+use crate::{judgment, model::Met};
 
+/// What the idempotency keys of calibrations begin with, and the names of their sandboxes.
+pub(super) const KEY_PREFIX: &str = "calibrate-";
 /// Asks on their way at once. A calibration is in no hurry, and shares the key's limits with grids.
 const AT_ONCE: usize = 4;
 /// Refusals for now before one is given up: with the waits between them a few minutes of a limited key.
@@ -96,7 +98,7 @@ async fn answer<A: Future<Output = Met>>(
 ) -> Result<String, Nothing> {
     let judge = &calibration.judge;
     let run: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
-    let key = format!("calibrate-{run}-{number}");
+    let key = format!("{KEY_PREFIX}{run}-{number}");
     let material = material(judge, item);
     let question = match turned {
         false => question(judge, &material, key.as_bytes()),
@@ -109,13 +111,17 @@ async fn answer<A: Future<Output = Met>>(
     loop {
         match ask(question.clone(), key.clone()).await {
             Met::Ended(ended) => {
-                let answer = ended.said.and_then(|text| read_answer(judge, &text).map_err(Failure::from));
-                return answer.map(|answer| answer.choice).map_err(|failure| match failure {
-                    Failure::Provider { .. } | Failure::Uncallable { .. } | Failure::MissingCredential { .. } => {
-                        Nothing::Unreached(failure.to_string())
-                    }
-                    failure => Nothing::Invalid(failure.to_string()),
-                });
+                // An agent that fails tells in words alone whether a model was behind it: what no model has written is nobody's answer.
+                let has_written = ended.usage.is_some_and(|usage| usage.output_tokens > 0);
+                return judgment::answer(judge, ended.said)
+                    .map(|answer| answer.choice)
+                    .map_err(|failure| match failure {
+                        Failure::Provider { .. } | Failure::Uncallable { .. } | Failure::MissingCredential { .. } => {
+                            Nothing::Unreached(failure.to_string())
+                        }
+                        Failure::Harness { .. } if !has_written => Nothing::Unreached(failure.to_string()),
+                        failure => Nothing::Invalid(failure.to_string()),
+                    });
             }
             Met::NotNow { retry_after_ms, reason } => {
                 refused += 1;
@@ -263,6 +269,13 @@ mod tests {
             })
         };
         check(refused, 1, "the provider answered with status 401: no such key").await;
+        let failed = || {
+            fails(Failure::Harness {
+                harness: "codex".into(),
+                reason: "its model server refused the key".into(),
+            })
+        };
+        check(failed, 1, "the codex agent failed: its model server refused the key").await;
     }
 
     #[tokio::test]
