@@ -173,6 +173,16 @@ impl JournalEntry {
         }
     }
 
+    /// When it was over, in milliseconds since 1970, where that is known.
+    pub(crate) fn finished_at(&self) -> Option<f64> {
+        match self {
+            Self::Command { finished_at_millis, .. }
+            | Self::Message { finished_at_millis, .. }
+            | Self::ToolCall { finished_at_millis, .. }
+            | Self::FileChange { finished_at_millis, .. } => finished_at_millis.as_ref().map(|at| at.0),
+        }
+    }
+
     /// How many events it says were left out in its place, where it says that.
     pub(crate) fn left_out(&self) -> Option<u64> {
         match self {

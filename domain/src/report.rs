@@ -360,26 +360,17 @@ impl ReportedTrial {
         let (mut failed_commands, mut timed) = (0u32, false);
         for mut entry in std::mem::take(&mut self.journal) {
             entry.seal(redactor);
+            timed |= entry.finished_at().is_some();
             match &entry {
-                JournalEntry::Command {
-                    exit_code,
-                    finished_at_millis,
-                    ..
-                } => {
-                    failed_commands += u32::from(exit_code.is_some_and(|code| code != 0));
-                    timed |= finished_at_millis.is_some();
-                }
-                JournalEntry::FileChange { paths, finished_at_millis } => {
-                    timed |= finished_at_millis.is_some();
+                JournalEntry::Command { exit_code, .. } => failed_commands += u32::from(exit_code.is_some_and(|code| code != 0)),
+                JournalEntry::FileChange { paths, .. } => {
                     for path in paths {
                         if files.len() < MAX_CHANGED_FILES {
                             files.insert(path.clone());
                         }
                     }
                 }
-                JournalEntry::Message { finished_at_millis, .. } | JournalEntry::ToolCall { finished_at_millis, .. } => {
-                    timed |= finished_at_millis.is_some();
-                }
+                JournalEntry::Message { .. } | JournalEntry::ToolCall { .. } => {}
             }
             trajectory.push(entry);
         }

@@ -149,6 +149,50 @@ fn a_judge_is_shown_what_happened() {
     check(vec![agent(left_out)], left_out, json!([{"user": "Do it"}, {"agent": left_out}]));
 }
 
+/// The recorder's commands stand behind what the agent printed in its turn (contract 1.7); the judge is told the order of time.
+#[test]
+fn a_judge_is_shown_each_turn_in_the_order_of_time() {
+    fn check(trajectory: &[(&str, Option<u32>)], expected: &str) {
+        let trajectory = trajectory.iter().map(|(text, at)| {
+            let mut entry = match text.split_once(' ') {
+                Some(("$", line)) => command(line, None, "", false),
+                Some(("user", words)) => user(words),
+                _ => agent(text),
+            };
+            if let JournalEntry::Command { finished_at_millis, .. } | JournalEntry::Message { finished_at_millis, .. } = &mut entry {
+                *finished_at_millis = at.map(|at| Number(at.into()));
+            }
+            entry
+        });
+        let material = material("Do it", &of(trajectory.collect()), &judge(), &redactor()).unwrap();
+        let shown = serde_json::to_value(&material.conversation).unwrap();
+        let words = shown.as_array().unwrap().iter().skip(1);
+        let words = words.map(|entry| ["user", "agent", "command"].iter().find_map(|field| entry[field].as_str()).unwrap());
+        assert_eq!(words.collect::<Vec<_>>().join(" "), expected);
+    }
+    check(
+        &[("begin", Some(1)), ("end", Some(9)), ("$ a", Some(2)), ("$ b", Some(5))],
+        "begin a b end",
+    );
+    check(&[("same", Some(2)), ("$ a", Some(2))], "same a");
+    // What has no time stays where it stands.
+    check(
+        &[("x", None), ("begin", Some(4)), ("y", None), ("$ a", Some(3)), ("$ b", None)],
+        "x a b begin y",
+    );
+    // A turn ends where the next begins, whatever times the agent invents; and the person began it.
+    check(
+        &[
+            ("late", Some(99)),
+            ("$ a", Some(2)),
+            ("user next", Some(50)),
+            ("early", Some(1)),
+            ("$ b", Some(60)),
+        ],
+        "a late next early b",
+    );
+}
+
 #[test]
 fn the_evidence_has_the_documented_order_and_no_secrets() {
     let judge = Judge {

@@ -171,19 +171,54 @@ fn file(path: &str, files: &[JudgeFile]) -> Result<File, MaterialError> {
 }
 
 fn agents_text(entry: &JournalEntry) -> Option<&str> {
-    match entry {
-        JournalEntry::Message { role, text, .. } if *role != Some(Role::User) && entry.left_out().is_none() => Some(text),
-        _ => None,
-    }
+    text_of(entry).filter(|_| !is_users(entry) && entry.left_out().is_none())
 }
 
 /// What happened, beginning with the prompt: a case without a person has no entry of it. An agent may report words of a "person" itself, so only
 /// the prompt's own words count as the prompt.
 fn conversation(input: &str, trajectory: &[JournalEntry]) -> Vec<Entry> {
-    let is_prompt =
-        |entry: &JournalEntry| matches!(entry, JournalEntry::Message { role: Some(Role::User), text, .. } if text.as_str() == input);
-    let prompt = (!trajectory.first().is_some_and(is_prompt)).then(|| Entry::User { user: shown(input, false) });
-    prompt.into_iter().chain(trajectory.iter().map(entry)).collect()
+    let is_prompt = trajectory
+        .first()
+        .is_some_and(|entry| is_users(entry) && text_of(entry) == Some(input));
+    let prompt = (!is_prompt).then(|| Entry::User { user: shown(input, false) });
+    let turns = trajectory.chunk_by(|_, next| !is_users(next));
+    prompt.into_iter().chain(turns.flat_map(in_time).map(entry)).collect()
+}
+
+/// A turn in the order of time: a trajectory has the commands that the recorder saw behind all that the agent printed. What has no time stays
+/// behind what it stands behind. What a user said stays in front: it began the turn.
+fn in_time(turn: &[JournalEntry]) -> Vec<&JournalEntry> {
+    let mut now = f64::NEG_INFINITY;
+    let mut timed: Vec<_> = turn
+        .iter()
+        .map(|entry| {
+            now = if is_users(entry) {
+                f64::NEG_INFINITY
+            } else {
+                entry.finished_at().unwrap_or(now)
+            };
+            (now, entry)
+        })
+        .collect();
+    timed.sort_by(|(one, _), (other, _)| one.total_cmp(other));
+    timed.into_iter().map(|(_, entry)| entry).collect()
+}
+
+fn is_users(entry: &JournalEntry) -> bool {
+    matches!(
+        entry,
+        JournalEntry::Message {
+            role: Some(Role::User),
+            ..
+        }
+    )
+}
+
+fn text_of(entry: &JournalEntry) -> Option<&str> {
+    match entry {
+        JournalEntry::Message { text, .. } => Some(text),
+        _ => None,
+    }
 }
 
 fn entry(entry: &JournalEntry) -> Entry {
