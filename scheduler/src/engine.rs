@@ -278,6 +278,7 @@ impl Core {
                 settled.trial.as_ref().and_then(|trial| self.state.trial_at(trial)),
                 "the trial has its verdict",
             ),
+            Some(Kind::AttemptEnded(_) | Kind::SandboxDestroyed(_)) if faults::active(Fault::LostConversationUntold) => return,
             Some(Kind::AttemptEnded(ended)) if ended.token == 0 => (
                 ended.trial.as_ref().and_then(|trial| self.state.trial_at(trial)),
                 "the trial starts over",

@@ -8,7 +8,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use evalgrid_proto::v1::VariantInfo;
 
-use crate::state::TrialKey;
+use crate::{
+    faults::{self, Fault},
+    state::TrialKey,
+};
 
 /// The times of a provider's newest sandboxes that are remembered: a bucket holds no more, so more would say nothing.
 pub const MAX_CREATE_BURST: u32 = 1_024;
@@ -222,7 +225,8 @@ impl Admission {
         let Some(provider) = self.providers.get(name) else { return true };
         // Trials wait in their sandboxes for people who need sandboxes of their own. One place stays free for these, or all would wait for all;
         // and where there is but one place, there are two for this.
-        let places = match (provider.talking.is_empty(), answers) {
+        let silent = provider.talking.is_empty() || faults::active(Fault::NoPlaceForPeople);
+        let places = match (silent, answers) {
             (true, _) => limits.max_living,
             (false, true) => limits.max_living.max(2),
             (false, false) => limits.max_living.saturating_sub(1),

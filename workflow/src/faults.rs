@@ -31,6 +31,20 @@ pub enum Fault {
     LostLeaseKept,
     /// Time follows the wall clock back.
     TimeGoesBack,
+    /// An ask whose judge runner is lost is not counted, so that it is made again and again.
+    LostAskNotCounted,
+    /// The answer of a judge is forgotten while others are still to answer.
+    AnswerForgotten,
+    /// A person's reply does not become a step of its trial.
+    ReplyForgotten,
+    /// Judges are asked while the trial's sandbox is there.
+    JudgedBesideSandbox,
+    /// A judge that could not answer fails the trial.
+    ErrorFailsTrial,
+    /// A judge runner does not hear that the conversation it speaks in is over.
+    LostConversationUntold,
+    /// Trials that wait for their people take all the places that these could live in.
+    NoPlaceForPeople,
 }
 
 #[cfg(feature = "faults")]

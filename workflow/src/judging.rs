@@ -24,6 +24,7 @@ use crate::{
     chance::Chance,
     custody::sandbox_name,
     decide::{Holder, MAX_IDLE_LEASES, MAX_STEP_RESULT_BYTES, RETRY_DELAY_MS, Refusal, event, fruitless_delay_ms, settled},
+    faults::{self, Fault},
     jobs::{Job, JobPhase, Judging, Part, Target, job_ref},
     state::{Batch, Phase, State, Trial, TrialKey},
 };
@@ -279,17 +280,17 @@ pub(crate) fn verdict(state: &State, key: TrialKey, now_ms: u64) -> Option<Event
     let error = judged.iter().find(|judged| judged.verdict() == JudgeVerdict::Error);
     let failed = judged.iter().any(|judged| judged.verdict() != JudgeVerdict::Passed);
     match error {
-        Some(judged) => {
+        Some(judged) if !faults::active(Fault::ErrorFailsTrial) => {
             outcome.status = TrialStatus::Void.into();
             outcome.exit_code = EXIT_NOT_SCORED;
             outcome.failure = Some(judge::trial_failure(&judged.name, &judged.error));
             outcome.void_fields = vec!["validator".into()];
         }
-        None if failed || judging.outcome.checks_passed == Some(false) => {
+        _ if failed || judging.outcome.checks_passed == Some(false) => {
             outcome.status = TrialStatus::Failed.into();
             outcome.exit_code = 1;
         }
-        None => {
+        _ => {
             outcome.status = TrialStatus::Passed.into();
             outcome.exit_code = 0;
         }

@@ -98,18 +98,25 @@ impl Sim {
             lease.sandbox.is_empty(),
             lease.unclear >= MAX_UNCLEAR_ASKS || lease.refused >= MAX_REFUSED_ASKS,
         );
-        let shown: (Option<Evidence>, bool) = match &lease.job {
-            Some(Job::Judge(judge)) => (judge.evidence.clone(), true),
-            Some(Job::Reply(reply)) => (reply.conversation.clone(), false),
-            None => (None, false),
+        let (shown, session): (Option<Evidence>, Option<String>) = match &lease.job {
+            Some(Job::Judge(judge)) => (judge.evidence.clone(), None),
+            Some(Job::Reply(reply)) => (reply.conversation.clone(), Some(reply.session_id.clone())),
+            None => (None, None),
         };
-        if let Some(on_record) = self.disk.ledger.shown(token)
-            && *on_record != shown.0
-        {
-            let detail = format!("{:?} of {on_record:?} under {token}", shown.0);
-            return self
-                .check(broken("judges and people are shown what is on record", detail))
-                .unwrap_or_default();
+        let home = lease.sandbox.clone();
+        if let Some(on_record) = self.disk.ledger.shown(token) {
+            if *on_record != shown {
+                let detail = format!("{shown:?} of {on_record:?} under {token}");
+                return self
+                    .check(broken("judges and people are shown what is on record", detail))
+                    .unwrap_or_default();
+            }
+            if session.is_some_and(|session| session.is_empty() == self.disk.ledger.remembers(&home)) {
+                let detail = format!("{home} under {token}");
+                return self
+                    .check(broken("a person goes on where its memory is", detail))
+                    .unwrap_or_default();
+            }
         }
         match (spent, calls) {
             (true, _) => self.job_ends_without_answer(worker, token, "asked often enough"),

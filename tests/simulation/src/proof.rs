@@ -50,7 +50,7 @@ pub fn prove(records: &[Record], snapshots: &[Snapshot], living: Option<State>, 
             restored.push((position, again));
         }
         // What should have followed from the last event of a log that was cut behind it, follows.
-        if thorough || matches!(event.kind, Some(Kind::TrialSettled(_) | Kind::JobAnswered(_))) {
+        if thorough || matches!(event.kind, Some(Kind::TrialSettled(_))) {
             let missing = decide::catch_up(&state, state.last_ms());
             if thorough || !missing.is_empty() {
                 let mut recovered = state.clone();

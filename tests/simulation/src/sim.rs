@@ -34,7 +34,7 @@ const REST_DEADLINE: u64 = 180 * MINUTE;
 /// A world that makes more events than this is caught in a loop.
 const MAX_EVENTS: u64 = 6_000_000;
 /// How many of the seeds have judges and simulated people.
-const JUDGED: f64 = 0.7;
+const JUDGED: f64 = 0.5;
 /// Between two looks whether all is at rest.
 const LOOK: u64 = 20 * SECOND;
 
@@ -187,8 +187,10 @@ impl Sim {
             judged: rng.random_bool(JUDGED),
         };
         let nodes = if stream { rng.random_range(1..4) } else { 1 };
-        let executors = rng.random_range(1..5);
-        let runners = if setup.judged { rng.random_range(1..3) } else { 0 };
+        let (executors, runners) = match setup.judged {
+            true => (rng.random_range(1..4), rng.random_range(1..3)),
+            false => (rng.random_range(1..5), 0),
+        };
         let workers = executors + runners;
         let role = |number| {
             if number < executors {

@@ -9,7 +9,7 @@ use crate::{
     defect::Defect,
     judge::Asking,
     outbox::News,
-    sim::{MS, SECOND, Sim},
+    sim::{MINUTE, MS, SECOND, Sim},
     trial::Running,
     trouble::Trouble,
     worker::{Then, WorkerEvent},
@@ -145,8 +145,13 @@ impl Sim {
     pub fn enter(&mut self, worker: usize, token: u64) {
         let Some(task) = self.task(worker, token) else { return };
         let (name, adopt) = (task.sandbox.clone(), task.adopt);
+        let is_job = matches!(task.work, Work::Job(_));
         if !adopt {
-            let wait = self.rng.random_range(5 * MS..3 * SECOND);
+            // A judge runner installs the agent first, where it has not done so yet.
+            let wait = match is_job && self.strike(Trouble::SlowStep, 0.3) {
+                true => self.rng.random_range(20 * SECOND..3 * MINUTE),
+                false => self.rng.random_range(5 * MS..3 * SECOND),
+            };
             return self.task_waits(worker, token, Stage::Preparing, wait);
         }
         match self.workers[worker].folder.get_mut(&name) {
@@ -169,6 +174,10 @@ impl Sim {
     }
 
     fn create(&mut self, worker: usize, token: u64) {
+        let is_job = matches!(self.workers[worker].work(token), Some(Work::Job(_)));
+        if is_job && !self.may_act(worker) {
+            return self.task_is_fenced(worker, token);
+        }
         if self.strike(Trouble::CreateFailed, 0.05) {
             return self.task_fails(worker, token, AttemptFailureKind::SandboxUnavailable, "no room");
         }

@@ -173,12 +173,17 @@ impl Sim {
             evidence: self.case_of(running).0.then(|| transcript(&running.replies)),
             ..TrialOutcome::default()
         };
+        // Some are kept for people to look into: the worker waits to be asked for their destruction.
+        let keep_sandbox_ms = match self.rng.random_bool(0.03) {
+            true => self.rng.random_range(SECOND / MS..10 * MINUTE / MS),
+            false => 0,
+        };
         let result = TrialResult {
             token,
             outcome: Some(outcome),
-            keep_sandbox_ms: 0,
+            keep_sandbox_ms,
         };
-        self.report(worker, token, false, News::Result(Box::new(result)));
+        self.report(worker, token, keep_sandbox_ms > 0, News::Result(Box::new(result)));
     }
 
     /// The model's provider has refused: the attempt ends, its slot is free, its sandbox stays.

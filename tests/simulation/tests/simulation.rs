@@ -15,7 +15,7 @@ use std::{
 
 use evalgrid_simulation::{Defect, KINDS, Options, Report, Trouble, run};
 
-/// Seeds of an ordinary run: what two cores do in a minute, beside all else.
+/// Seeds of an ordinary run: what two cores do in a minute or two, beside all else.
 const SEEDS: u64 = 2_000;
 /// Seeds of a long one.
 const LONG_SEEDS: u64 = 100_000;
@@ -187,6 +187,13 @@ mod found {
         told_before_durable: Defect::Product(Fault::ToldBeforeDurable),
         lost_lease_kept: Defect::Product(Fault::LostLeaseKept),
         time_goes_back: Defect::Product(Fault::TimeGoesBack),
+        lost_ask_not_counted: Defect::Product(Fault::LostAskNotCounted),
+        answer_forgotten: Defect::Product(Fault::AnswerForgotten),
+        reply_forgotten: Defect::Product(Fault::ReplyForgotten),
+        judged_beside_sandbox: Defect::Product(Fault::JudgedBesideSandbox),
+        error_fails_trial: Defect::Product(Fault::ErrorFailsTrial),
+        lost_conversation_untold: Defect::Product(Fault::LostConversationUntold),
+        no_place_for_people: Defect::Product(Fault::NoPlaceForPeople),
         no_fence: Defect::NoFence,
         appended_over_hole: Defect::AppendedOverHole,
         appended_twice: Defect::AppendedTwice,

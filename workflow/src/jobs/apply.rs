@@ -11,6 +11,7 @@ use super::{ASKS, Conversing, Job, JobPhase, Judging, Part, Person, Target, mode
 use crate::{
     apply::{ApplyError, illegal, own_evidence, trial_key},
     custody::Sandbox,
+    faults::{self, Fault},
     queue::Wait,
     state::{Lease, Phase, State, Trial, TrialKey},
 };
@@ -60,7 +61,8 @@ impl State {
         // No judge begins while the trial's own sandbox is there, unless that stays for people.
         let leaves = |sandbox: &Sandbox| sandbox.kept_until_ms.is_none();
         let name = self.trial(key).and_then(|trial| trial.sandbox.as_ref());
-        let not_before_ms = match name.and_then(|name| self.custody.get(name)).is_some_and(leaves) {
+        let beside = faults::active(Fault::JudgedBesideSandbox);
+        let not_before_ms = match name.and_then(|name| self.custody.get(name)).is_some_and(leaves) && !beside {
             true => at_ms + JUDGE_AFTER_SANDBOX_MS,
             false => at_ms,
         };
@@ -256,7 +258,7 @@ impl State {
             Why::LeaseExpired | Why::WorkerReplaced | Why::NotDelivered | Why::Released | Why::Unspecified => {
                 // A harness goes on in its sandbox; a call is lost with whoever made it.
                 if !in_sandbox {
-                    job.unclear += u32::from(job.asked);
+                    job.unclear += u32::from(job.asked && !faults::active(Fault::LostAskNotCounted));
                     job.asked = false;
                 }
                 why == Why::Released
@@ -300,6 +302,9 @@ impl State {
                 let job = self.job_mut(target)?;
                 job.phase = JobPhase::Judged(Box::new(judged));
                 job.asked = false;
+                if faults::active(Fault::AnswerForgotten) {
+                    self.forget_answer(target, at_ms)?;
+                }
                 if let Some(trial) = self.trial_mut(target.trial) {
                     trial.progress_ms = at_ms;
                 }
@@ -310,6 +315,17 @@ impl State {
         }
     }
 
+    /// A deliberate defect.
+    fn forget_answer(&mut self, target: Target, at_ms: u64) -> Result<(), ApplyError> {
+        let others = |trial: &Trial| trial.jobs().any(|(_, job)| job.judged().is_none());
+        if self.trial(target.trial).is_some_and(others) {
+            let ticket = self.queue.ticket();
+            *self.job_mut(target)? = Job::new(at_ms, at_ms, ticket);
+            self.enqueue(target, at_ms);
+        }
+        Ok(())
+    }
+
     /// The person has answered: a step of the trial, which goes on where its sandbox is.
     fn replied(&mut self, key: TrialKey, replied: &v1::Replied, at_ms: u64) -> Result<(), ApplyError> {
         let Some(trial) = self.trial_mut(key) else {
@@ -318,7 +334,7 @@ impl State {
         let Phase::Conversing(conversing) = &trial.phase else {
             return illegal("a reply to a trial that waits for none");
         };
-        trial.steps.push(v1::RecordedStep {
+        let step = v1::RecordedStep {
             step: reply_step(conversing.turn),
             outcome: match replied.failed {
                 true => v1::StepOutcome::Failed,
@@ -326,7 +342,10 @@ impl State {
             }
             .into(),
             result: Bytes::copy_from_slice(&replied.record),
-        });
+        };
+        if !faults::active(Fault::ReplyForgotten) {
+            trial.steps.push(step);
+        }
         if let Some(person) = &mut trial.person {
             person.session_id = replied.session_id.clone().unwrap_or_default();
         }

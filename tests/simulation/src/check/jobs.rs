@@ -59,6 +59,8 @@ pub struct Jobs {
     /// What people have said, by the sandbox in which they were heard.
     replies: BTreeMap<String, Vec<Bytes>>,
     answered: BTreeSet<JobKey>,
+    /// Sandboxes of people in which a reply was given: where their memory is.
+    homes: BTreeSet<String>,
 }
 
 impl Ledger {
@@ -88,6 +90,11 @@ impl Ledger {
             Part::Judge(_) => Some(&self.jobs.judging.get(&job.trial)?.outcome.evidence),
             Part::Reply(_) => Some(&self.jobs.awaiting.get(&job.trial)?.conversation),
         }
+    }
+
+    /// Whether a person has spoken in a sandbox of its own, and can go on with what it remembers.
+    pub fn remembers(&self, home: &str) -> bool {
+        self.jobs.homes.contains(home)
     }
 
     /// What must hold of jobs when nothing more happens.
@@ -127,7 +134,9 @@ impl Ledger {
         }
         self.heard_whole(trial, outcome.evidence.as_ref())?;
         let sandbox = self.sandboxes.get(&trial).cloned().unwrap_or_default();
-        self.judged_from_now(trial, &outcome, Some((sandbox, at_ms)));
+        // What is kept for people keeps no judge.
+        let waits_for = checked.sandbox_kept_until_ms.is_none().then_some((sandbox, at_ms));
+        self.judged_from_now(trial, &outcome, waits_for);
         self.facts.insert(Fact::Checked(trial.0, trial.1, trial.2));
         Ok(())
     }
@@ -282,6 +291,9 @@ impl Ledger {
             }
             (Some(Answer::Replied(replied)), Part::Reply(turn)) => {
                 self.jobs.awaiting.remove(&job.trial);
+                if replied.session_id.is_some() {
+                    self.jobs.homes.extend(self.jobs.sandbox_of.get(&job).cloned());
+                }
                 self.jobs
                     .replies
                     .entry(job.sandbox.clone())
