@@ -69,7 +69,9 @@ impl Sim {
             }
             Trouble::SchedulerStopped => {
                 let until = self.now + self.rng.random_range(SECOND..40 * SECOND);
-                self.nodes[active].stopped_until = until;
+                // A second stop never ends the first: what has waited would be heard behind what came later.
+                let stopped = &mut self.nodes[active].stopped_until;
+                *stopped = until.max(*stopped);
                 true
             }
             Trouble::RenewalLost if stream => {
@@ -119,7 +121,11 @@ impl Sim {
         let away = self.about(8 * SECOND);
         match trouble {
             Trouble::WorkerKilled => self.kill_worker(worker, away),
-            Trouble::WorkerStopped => self.workers[worker].stopped_until = self.now + self.rng.random_range(SECOND..90 * SECOND),
+            Trouble::WorkerStopped => {
+                let until = self.now + self.rng.random_range(SECOND..90 * SECOND);
+                let stopped = &mut self.workers[worker].stopped_until;
+                *stopped = until.max(*stopped);
+            }
             Trouble::WorkerReleased => self.release(worker, away),
             Trouble::MachineRebooted => self.reboot(worker, away + 10 * SECOND),
             Trouble::WorkerAway => {

@@ -607,9 +607,11 @@ impl Sim {
         for node in 0..self.nodes.len() {
             let patience = 3 * self.setup.lease + 4 * self.setup.tick + 30 * SECOND;
             let now = self.now;
-            let holds = self.holds(node) && self.nodes[node].stopped_until <= now;
+            // What it did not live through does not count.
+            let woke = self.nodes[node].stopped_until;
+            let holds = self.holds(node) && woke <= now;
             let Some(active) = self.nodes[node].active() else { continue };
-            if !holds || active.began + patience > now || active.writing {
+            if !holds || active.began.max(woke) + patience > now || active.writing {
                 continue;
             }
             let here: Vec<&String> = active.seats.values().map(|seat| &seat.worker_id).collect();
