@@ -141,6 +141,33 @@ async fn cancelling_ends_the_agents() {
     assert_eq!(process.terminate(Duration::from_secs(20)), 0);
 }
 
+/// A cancel may come while a sandbox is being made: it is destroyed once it is there, and not taken for gone before.
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelling_at_once_leaves_no_sandbox() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = Server::new(folder.path());
+    server.executor = vec!["--slots".into(), "8".into()];
+    let mut process = server.serve();
+    let api = server.ready().await;
+    for wait in (0..6).chain(0..6).chain(0..6).chain([8, 12, 20, 30]) {
+        let id = api.start(&suite::command_batch(4, 1, "bubblewrap", "sleep 300", "true")).await;
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        let cancelled = api.call("evals.batches.cancel", &json!({ "id": id })).await.unwrap();
+        assert_eq!(cancelled.status, 200, "{}", cancelled.body);
+    }
+    // Every slot is free again, for sandboxes that are gone.
+    let last = api.start(&suite::command_batch(8, 1, "bubblewrap", "true", "true")).await;
+    let ended = api.ended(&last, PATIENCE).await;
+    assert!(suite::trials(&ended).iter().all(|trial| trial["status"] == "passed"), "{ended}");
+    evalgrid_tests::eventually("no sandbox is left", Duration::from_secs(20), || async {
+        let find = Command::new("find").arg(folder.path()).args(["-name", "trial_*"]).output().unwrap();
+        find.stdout.is_empty().then_some(())
+    })
+    .await;
+    assert_eq!(process.terminate(Duration::from_secs(20)), 0);
+    assert_eq!(evalgrid_tests::leftovers::processes(folder.path()), [""; 0]);
+}
+
 /// A bare repository with two commits and a tag on the first.
 fn repository(folder: &Path) {
     let script = "

@@ -14,6 +14,7 @@ mod outbox;
 pub mod output;
 mod providers;
 mod tools;
+mod whole;
 mod worker;
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::{
 use evalgrid_sandbox::{BubblewrapOptions, BubblewrapProvider, ProcessProvider, SandboxProvider};
 use tokio::time::timeout;
 
-use crate::{WorkerError, WorkerOptions, docker};
+use crate::{WorkerError, WorkerOptions, docker, whole::Whole};
 
 /// Making one sandbox to see whether it works.
 pub(crate) const PROBE_DEADLINE: Duration = Duration::from_secs(30);
@@ -44,13 +44,13 @@ pub(crate) async fn open(options: &WorkerOptions, need: Sandboxes, tools: &Path,
     let executable = || Some(options.supervisor_executable.clone());
     let refused = match bubblewrap(options, executable(), tools).await {
         Ok(provider) => {
-            providers.insert("bubblewrap", Arc::new(provider));
+            providers.insert("bubblewrap", Arc::new(Whole::new(provider)));
             None
         }
         Err(reason) => Some(reason),
     };
     if let Some(provider) = docker::provider(options, tools, worker).await? {
-        providers.insert("docker", Arc::new(provider));
+        providers.insert("docker", Arc::new(Whole::new(provider)));
     }
     match (options.process_sandbox, &refused) {
         (ProcessPolicy::On, _) => tracing::warn!("process sandboxes are on: what runs in them is not isolated from this machine at all"),
@@ -72,10 +72,8 @@ pub(crate) async fn open(options: &WorkerOptions, need: Sandboxes, tools: &Path,
         _ => return Ok(providers),
     }
     let process = ProcessProvider::new(options.work.join("process"), executable()).and_then(|provider| provider.with_tools(tools));
-    providers.insert(
-        "process",
-        Arc::new(process.map_err(|error| WorkerError::Provider("process", error))?),
-    );
+    let process = process.map_err(|error| WorkerError::Provider("process", error))?;
+    providers.insert("process", Arc::new(Whole::new(process)));
     Ok(providers)
 }
 
