@@ -1,6 +1,6 @@
 //! The service for workers: one stream each, leases down, grouped facts up, one acknowledgement per group once it is durable.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, pin::Pin, sync::Arc, time::Duration};
 
 use evalgrid_domain::ids::OrgId;
 use evalgrid_proto::v1::{self, FromWorker, Hello, Report, ToWorker, from_worker, to_worker::Message, workers_server::Workers};
@@ -168,15 +168,32 @@ pub fn greet(
     core.commit_all(events);
     let position = core.position();
     core.sessions.send(&hello.worker_id, position, Message::Welcome(welcome));
-    for token in &hello.held {
-        if core.state.lease(*token).is_none_or(|lease| lease.worker_id != hello.worker_id) {
+    let ours = |token: &u64| core.state.lease(*token).is_some_and(|lease| lease.worker_id == hello.worker_id);
+    let ended: Vec<u64> = hello.held.iter().copied().filter(|token| !ours(token)).collect();
+    if !ended.is_empty() && waited_in(core, &hello.worker_id) {
+        // A lease that ended with words which the worker does not know to be recorded leaves its sandbox to what waits: for its person, or for
+        // its turn. Whose sandbox is whose is not told; those that nobody needs are asked for below.
+        let ack = v1::Ack { number: 0, stale: ended };
+        core.sessions.send(&hello.worker_id, position, Message::Ack(ack));
+    } else {
+        for token in ended {
             core.sessions
-                .revoke(&hello.worker_id, *token, "the lease has ended".into(), position);
+                .revoke(&hello.worker_id, token, "the lease has ended".into(), position);
         }
     }
     reaper::greet(core, hello, chance);
     dispatch(core, variables);
     number
+}
+
+/// Whether something lives in a sandbox of this worker, and nobody works there now.
+fn waited_in(core: &Core, worker_id: &str) -> bool {
+    let leases = core.state.leases().filter(|(_, lease)| lease.worker_id == worker_id);
+    let worked_in: BTreeSet<&str> = leases
+        .filter_map(|(_, lease)| core.state.trial(lease.trial)?.sandbox_of(lease.part))
+        .collect();
+    let mut custody = core.state.custody().filter(|(_, sandbox)| sandbox.worker_id == worker_id);
+    custody.any(|(name, _)| decide::needed(&core.state, name) && !worked_in.contains(name))
 }
 
 /// Takes one message of a connection. False: the connection is over.

@@ -195,6 +195,8 @@ impl Worker {
                 );
                 self.next(lease.token);
             }
+            // What ended before this connection began: its reports come again, and are told to be stale.
+            Down::Ack(ack) if ack.number == 0 => {}
             Down::Ack(ack) => {
                 self.first_ack.get_or_insert_with(Instant::now);
                 while let Some((number, facts, sent)) = self.sent.pop_front() {

@@ -319,7 +319,7 @@ async fn one_machine_survives_being_killed() {
     assert!(answers.values().all(|times| *times == 1), "answered twice: {answers:?}");
 }
 
-/// catalogue 19, J1: whoever was frozen past its lease wakes up, too.
+/// catalogue 19, J1, J19: whoever was frozen past its lease wakes up, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cell_survives_whatever_is_killed() {
     let folder = tempfile::tempdir().unwrap();

@@ -194,6 +194,74 @@ fn an_older_process_of_the_same_name_is_not_heard() {
     assert!(cell.core.state.lease(lease.token).is_none());
 }
 
+/// catalogue J19: whoever did not hear that its words were recorded comes back with a lease that has ended. Where the trial waits in its sandbox (for its
+/// person, or for its model), the worker lets go and leaves that alone; where the trial has its verdict, all of it goes.
+#[test]
+fn a_lease_whose_end_was_not_heard_leaves_its_sandbox_to_what_waits() {
+    let check = |end: &dyn Fn(&v1::Lease) -> Report, waits: bool| {
+        let mut cell = Loop::new(1, 1);
+        let (number, mut receiver) = cell.greet(&hello("w", "1", 1));
+        let lease = leased(&mut receiver).remove(0);
+        let step = StepRecord {
+            token: lease.token,
+            step: "turn.1.agent".into(),
+            outcome: 1,
+            ..Default::default()
+        };
+        let first = Report {
+            number: 1,
+            steps: vec![step],
+            ..Report::default()
+        };
+        assert!(cell.hear("w", number, from_worker::Message::Report(first)));
+        assert!(cell.hear("w", number, from_worker::Message::Report(end(&lease))));
+        assert!(cell.leases().is_empty());
+        let mut cell = cell.restarted(2_000);
+        let again = Hello {
+            held: vec![lease.token],
+            sandboxes: vec![lease.sandbox.clone()],
+            ..hello("w", "1", 0)
+        };
+        let (_, mut receiver) = cell.greet(&again);
+        let told = told(&mut receiver);
+        let lets_go = told
+            .iter()
+            .any(|message| matches!(message, Message::Ack(ack) if ack.number == 0 && ack.stale == [lease.token]));
+        let revoked = told
+            .iter()
+            .any(|message| matches!(message, Message::Revoke(revoke) if revoke.token == lease.token));
+        let destroyed = told.iter().any(|message| matches!(message, Message::Destroy(_)));
+        assert_eq!((lets_go, revoked, destroyed), (waits, !waits, !waits), "{told:?}");
+    };
+    check(
+        &|lease| Report {
+            number: 2,
+            throttled: vec![v1::Throttled {
+                token: lease.token,
+                model_key: lease.model_key.clone(),
+                retry_after_ms: 1_000,
+            }],
+            ..Report::default()
+        },
+        true,
+    );
+    check(
+        &|lease| Report {
+            number: 2,
+            results: vec![TrialResult {
+                token: lease.token,
+                outcome: Some(TrialOutcome {
+                    status: TrialStatus::Passed.into(),
+                    ..Default::default()
+                }),
+                keep_sandbox_ms: 0,
+            }],
+            ..Report::default()
+        },
+        false,
+    );
+}
+
 /// catalogue 21: who beats keeps its work, for however long; who does not loses it after one lease, however young it is.
 #[test]
 fn work_is_taken_from_the_silent_and_not_from_the_slow() {
