@@ -26,7 +26,7 @@ use evalgrid_judge_runner::{
 };
 use tokio::{sync::watch, time::Instant};
 
-use crate::{Failure, batch, options, output, stop};
+use crate::{Failure, batch, options, output, stop, warnings};
 
 /// Seed of the resampled intervals. Always the same, so that the same answers give the same report.
 const SEED: u64 = 1;
@@ -63,14 +63,20 @@ async fn calibrate(file: &Path, json: bool, flags: &options::JudgeAgent) -> Resu
         )
     })?;
     let report = Report::of(&calibration, &observed, SEED);
-    if json {
-        let text = serde_json::to_string_pretty(&report);
-        let text = text.map_err(|error| Failure::new(format!("the report cannot be written: {error}"), "Report this as a bug."))?;
-        return output::line(&redactor.text(&text));
+    let text = match json {
+        true => serde_json::to_string_pretty(&report)
+            .map_err(|error| Failure::new(format!("the report cannot be written: {error}"), "Report this as a bug."))?,
+        // The judge's words may be in it.
+        false => report.text().lines().map(output::plain).collect::<Vec<_>>().join("\n"),
+    };
+    output::line(&redactor.text(&text))?;
+    match report.answered {
+        0 => Err(Failure::unavailable(
+            "the judge gave no valid answer, so nothing was measured",
+            "The report says why: correct the judge's prompt, or take another model.",
+        )),
+        _ => Ok(()),
     }
-    // The judge's words may be in it.
-    let text = report.text();
-    redactor.text(&text).lines().try_for_each(|line| output::line(&output::plain(line)))
 }
 
 /// Asks about all examples, until somebody stops it.
@@ -139,6 +145,7 @@ fn read(file: &Path) -> Result<Calibration, Failure> {
         )
     };
     let value = parse_json(&bytes, MAX_JSON_DEPTH).map_err(|error| wrong(error.to_string()))?;
+    warnings::tell(&warnings::of_calibration(&bytes));
     calibrate::decode(&value).map_err(|issues| {
         let issues: Vec<String> = issues.iter().map(ToString::to_string).collect();
         wrong(issues.join("; "))

@@ -47,6 +47,9 @@ const JUDGE: &[&str] = &[
     "threshold",
     "timeoutMs",
 ];
+/// Of a calibration's file.
+const CALIBRATION: &[&str] = &["items", "judge", "repeats"];
+const EXAMPLE: &[&str] = &["expected", "input", "label", "output"];
 /// Of a judge that names none.
 const DEFAULT_THRESHOLD: f64 = 1.0;
 const VARIANT: &[&str] = &["credentials", "harness", "model", "profile", "sandbox"];
@@ -83,6 +86,20 @@ pub(crate) fn of_judges(judges: &[u8]) -> Vec<String> {
     };
     let mut warnings = Vec::new();
     judges_warnings("", &Map::from_iter([("judges".to_owned(), judges)]), &mut warnings);
+    shortened(warnings)
+}
+
+/// The warnings of a calibration's file; none where it cannot be read. A judge's threshold has no say there.
+pub(crate) fn of_calibration(file: &[u8]) -> Vec<String> {
+    let Ok(Value::Object(file)) = parse_json(file, MAX_JSON_DEPTH) else {
+        return Vec::new();
+    };
+    let mut warnings = Vec::new();
+    unknown("", &file, CALIBRATION, &mut warnings);
+    nested("", &file, "judge", JUDGE, &mut warnings);
+    for (index, example) in objects(&file, "items") {
+        unknown(&format!("items[{index}]."), example, EXAMPLE, &mut warnings);
+    }
     shortened(warnings)
 }
 
@@ -219,6 +236,22 @@ mod tests {
             "variants": [{"harness": "command", "model": "m", "profile": {"name": "p", "files": {}, "run": "true"}}],
             "trials": 1
         })
+    }
+
+    #[test]
+    fn slips_of_calibrations_are_told() {
+        let example = json!({"input": "i", "output": "o", "lable": "a", "label": "a"});
+        let file = json!({"judge": {"name": "a", "treshold": 1}, "repeat": 3, "items": [example]});
+        assert_eq!(
+            of_calibration(file.to_string().as_bytes()),
+            [
+                "\"repeat\" is not a field and is ignored",
+                "\"judge.treshold\" is not a field and is ignored",
+                "\"items[0].lable\" is not a field and is ignored",
+            ]
+        );
+        let shipped = include_bytes!("../../examples/calibrate.json");
+        assert_eq!(of_calibration(shipped), [""; 0]);
     }
 
     #[test]
