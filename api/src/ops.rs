@@ -304,7 +304,7 @@ fn regrade(d: &mut Decoder, value: &Value) -> Option<RegradeBatchRequest> {
         request::judges(d, value).map(|_| value.to_string().into_bytes().into())
     });
     let cases = d.optional(map, "cases", |d, value| {
-        d.array(value, 0..=MAX_CASES, |d, value| d.string(value, Text::any()))
+        d.array(value, 1..=MAX_CASES, |d, value| d.string(value, Text::any()))
     });
     Some(RegradeBatchRequest {
         id: id?,

@@ -258,6 +258,8 @@ async fn a_regrade_that_is_none_is_refused_with_the_path() {
         ),
         (json!({"id": "b", "judges": [judge("a"), judge("a")]}), json!(["judges", 1, "name"])),
         (json!({"id": "b", "cases": "add"}), json!(["cases"])),
+        // Absent means all; none would be no regrade.
+        (json!({"id": "b", "cases": []}), json!(["cases"])),
         (json!({"id": "b", "cases": ["add", 1]}), json!(["cases", 1])),
     ] {
         let answer = api.op("evals.batches.regrade", body.clone()).await;

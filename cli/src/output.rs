@@ -23,9 +23,15 @@ pub(crate) fn line(text: &str) -> Result<(), Failure> {
     print(&format!("{text}\n"))
 }
 
-/// Text that an agent may have written: no control characters, so that it cannot steer the terminal.
+/// Text that an agent may have written: no control characters, so that it cannot steer the terminal, and none that hide or turn round what
+/// stands beside them.
 pub(crate) fn plain(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+    text.chars().map(|c| if c.is_control() || is_unseen(c) { ' ' } else { c }).collect()
+}
+
+/// Characters without a width, those that turn the direction of writing, and line ends that are no control characters.
+fn is_unseen(c: char) -> bool {
+    matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 /// [`plain`], of at most `width` characters.
@@ -73,6 +79,7 @@ mod tests {
             ("abc", 3, "abc"),
             ("abcd", 3, "ab…"),
             ("a\x1b[2Jb\n", 9, "a [2Jb "),
+            ("a\u{202e}b\u{200b}c\u{2028}", 9, "a b c "),
             ("äöüß", 4, "äöüß"),
             ("äöüßx", 4, "äöü…"),
         ] {
