@@ -295,6 +295,8 @@ fn report(core: &mut Core, worker_id: &str, number: u64, report: Report, chance:
         core.commit_all(event);
     }
     for sandbox in report.destroyed {
+        let ended = decide::gone_under_lease(&core.state, worker_id, &sandbox, chance, now_ms);
+        core.commit_all(ended);
         let events = decide::destroyed(&core.state, &sandbox, worker_id, now_ms);
         core.commit_all(events);
     }

@@ -11,7 +11,8 @@ use evalgrid_proto::{
 };
 
 use crate::{
-    decide::{event, settled, void},
+    chance::Chance,
+    decide::{attempt_failed, event, settled, void},
     jobs::{JobPhase, Part},
     state::{Phase, State, TrialKey},
 };
@@ -118,6 +119,8 @@ pub(crate) fn sandbox_name(key: TrialKey, token: u64) -> String {
 
 /// Why a sandbox is lost that its worker no longer has.
 pub(crate) const GONE_ON_RETURN: &str = "it was gone when its worker came back";
+/// Why one is lost that its worker has destroyed.
+const GONE_UNDER_LEASE: &str = "its worker had destroyed it";
 /// Why its worker is asked to destroy a sandbox.
 pub const UNNEEDED: &str = "no trial needs it any more";
 
@@ -236,6 +239,21 @@ pub fn ask_to_destroy(state: &State, name: &str, now_ms: u64) -> Option<Event> {
             }),
         )
     })
+}
+
+/// A worker says that a sandbox is destroyed under a lease that it holds: what it had reported before, a failover has lost. Nobody goes on there.
+pub fn gone_under_lease(state: &State, worker_id: &str, name: &str, chance: &mut Chance, now_ms: u64) -> Option<Event> {
+    let trial = state.trial(state.custody.get(name)?.trial)?;
+    let token = match (trial.lives_in(name)?, &trial.phase) {
+        (Part::Trial, Phase::Leased { token }) => *token,
+        (part, _) => trial.job(part)?.token()?,
+    };
+    let failure = v1::AttemptFailure {
+        token,
+        kind: v1::AttemptFailureKind::SandboxLost.into(),
+        reason: GONE_UNDER_LEASE.to_owned(),
+    };
+    attempt_failed(state, worker_id, &failure, chance, now_ms).ok().flatten()
 }
 
 /// A sandbox is confirmed destroyed. Where a waiting trial lived in it, that attempt is lost, and past the bound the trial is void.

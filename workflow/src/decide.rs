@@ -10,7 +10,9 @@ use evalgrid_proto::{
     v1::{self, AttemptFailureKind, TrialOutcome, TrialStatus},
 };
 
-pub use crate::custody::{ask_to_destroy, created, destroyed, hello_sandboxes, keep_sandbox, kept, listed_sandboxes, needed, unneeded};
+pub use crate::custody::{
+    ask_to_destroy, created, destroyed, gone_under_lease, hello_sandboxes, keep_sandbox, kept, listed_sandboxes, needed, unneeded,
+};
 pub use crate::judging::{awaits_reply, grant_job, job_asked, job_result};
 use crate::{
     admission::{MAX_RETRY_AFTER_MS, MIN_RETRY_AFTER_MS},

@@ -4,7 +4,7 @@
 mod support;
 
 use evalgrid_proto::v1;
-use evalgrid_workflow::{Listing, custody, decide};
+use evalgrid_workflow::{Chance, Listing, custody, decide};
 use support::{Cell, SMALL, Shape};
 
 #[test]
@@ -165,4 +165,26 @@ fn a_sandbox_that_was_made_after_its_lease_had_ended_is_not_lost_from_sight() {
     cell.commit_all(event);
     let sandbox = cell.recovered(Default::default()).state.sandbox(&name).unwrap().clone();
     assert_eq!((sandbox.created, sandbox.provider_id.as_deref()), (true, Some("i-1")));
+}
+
+/// A failover has lost a verdict, and the worker that still has the lease, as far as anybody knows, destroys the trial's sandbox.
+#[test]
+fn a_lease_ends_with_its_sandbox() {
+    let mut cell = Cell::new(1);
+    let organization = cell.organization(0);
+    cell.start(organization, SMALL);
+    let (key, token) = cell.lease("w").unwrap();
+    cell.step("w", token, "turn.1.agent");
+    let sandbox = cell.sandbox(key);
+    let mut gone = |cell: &Cell, worker: &str| decide::gone_under_lease(&cell.state, worker, &sandbox, &mut Chance::new(1), cell.now_ms);
+    assert!(gone(&cell, "other").is_none(), "it is not its own");
+    let ended = gone(&cell, "w");
+    assert!(ended.is_some());
+    cell.commit_all(ended);
+    cell.destroyed("w", &sandbox);
+    assert!(cell.state.lease(token).is_none() && cell.state.sandbox(&sandbox).is_none());
+    assert_eq!(cell.trial(key).lost.len(), 1);
+    assert!(gone(&cell, "w").is_none(), "told twice");
+    cell.now_ms += 60_000;
+    assert!(cell.lease("other").is_some(), "the trial starts over");
 }
