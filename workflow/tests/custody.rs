@@ -176,7 +176,7 @@ fn a_lease_ends_with_its_sandbox() {
     let (key, token) = cell.lease("w").unwrap();
     cell.step("w", token, "turn.1.agent");
     let sandbox = cell.sandbox(key);
-    let mut gone = |cell: &Cell, worker: &str| decide::gone_under_lease(&cell.state, worker, &sandbox, &mut Chance::new(1), cell.now_ms);
+    let gone = |cell: &Cell, worker: &str| decide::gone_under_lease(&cell.state, worker, &sandbox, &mut Chance::new(1), cell.now_ms);
     assert!(gone(&cell, "other").is_none(), "it is not its own");
     let ended = gone(&cell, "w");
     assert!(ended.is_some());
