@@ -70,7 +70,7 @@ fn cursor(cursor: &PageCursor) -> Value {
 }
 
 fn summary(summary: &BatchSummary) -> Value {
-    json!({
+    let mut row = json!({
         "cancelled": summary.cancelled,
         "cases": summary.cases,
         "failure": summary.failure,
@@ -83,7 +83,11 @@ fn summary(summary: &BatchSummary) -> Value {
         "status": batch_status(summary.status()),
         "trigger": summary.trigger.as_ref().map(trigger),
         "voided": summary.voided,
-    })
+    });
+    if let Some(regraded) = &summary.regrade_of {
+        row["regradeOf"] = json!(regraded);
+    }
+    row
 }
 
 /// EvalBatch without `runs`.

@@ -187,6 +187,8 @@ async fn lists_page_by_cursor() {
     }
     let answer = api.op("evals.batches.list", json!({})).await.json();
     assert_eq!((&answer["total"], &answer["batches"][2]["cancelled"]), (&json!(7), &json!(1)));
+    let regraded = |row: usize| answer["batches"][row].get("regradeOf").cloned();
+    assert_eq!((regraded(0), regraded(1)), (Some(json!("batch_2")), None));
 }
 
 #[tokio::test]

@@ -233,8 +233,13 @@ fn row(batch: &BatchSummary) -> String {
         .as_deref()
         .map(|failure| format!("  {}", output::short(failure, 80)))
         .unwrap_or_default();
+    let regrade = batch
+        .regrade_of
+        .as_deref()
+        .map(|of| format!("  regrades {}", output::plain(of)))
+        .unwrap_or_default();
     format!(
-        "{}  {}  {status:8}  {} passed of {} scored, {} void  ({}, {}){failure}\n",
+        "{}  {}  {status:8}  {} passed of {} scored, {} void  ({}, {}){regrade}{failure}\n",
         batch.id,
         timestamp::format(batch.started_at_ms),
         batch.passed,
@@ -250,6 +255,23 @@ mod tests {
     use evalgrid_proto::v1::{Run, Trial};
 
     use super::*;
+
+    #[test]
+    fn rows() {
+        let mut batch = BatchSummary {
+            id: "batch_2".into(),
+            status: BatchStatus::Failed.into(),
+            scored: 2,
+            cases: 1,
+            runs: 2,
+            ..BatchSummary::default()
+        };
+        let start = "batch_2  1970-01-01T00:00:00.000Z  failed    0 passed of 2 scored, 0 void  (1 case, 2 runs)";
+        assert_eq!(row(&batch), format!("{start}\n"));
+        batch.regrade_of = Some("batch_1".into());
+        batch.failure = Some("Cancelled".into());
+        assert_eq!(row(&batch), format!("{start}  regrades batch_1  Cancelled\n"));
+    }
 
     #[test]
     fn pass_rates() {

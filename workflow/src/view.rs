@@ -50,6 +50,7 @@ pub fn summary(batch: &Batch) -> v1::BatchSummary {
         scored: all.scored,
         voided: all.voided,
         cancelled: all.cancelled,
+        regrade_of: batch.regrade_of.map(|id| id.to_string()),
     }
 }
 

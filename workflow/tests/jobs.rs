@@ -508,6 +508,11 @@ fn a_regrade_asks_the_judges_of_those_that_ran() {
         (JudgeVerdict::Error, JudgeVerdict::Passed)
     );
     assert_eq!(
+        view::summary(cell.state.batch(&id).unwrap()).regrade_of,
+        Some(first.to_string()),
+        "lists tell it, too"
+    );
+    assert_eq!(
         view::batch(cell.state.batch(&id).unwrap(), None).regrade_of,
         Some(first.to_string())
     );

@@ -144,6 +144,7 @@ impl Batches for Fake {
             scored: 2,
             voided: 3,
             cancelled: 1,
+            regrade_of: (id == "batch_3").then(|| "batch_2".into()),
         };
         let url = Some("https://ci.example/1".to_owned());
         Ok(Response::new(BatchPage {

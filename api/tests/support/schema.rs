@@ -51,6 +51,7 @@ const EXTRA: &[(&str, &str)] = &[
     ("EvalTrial", "carried"),
     ("EvalDistribution", "cancelled"),
     ("EvalBatchSummary", "cancelled"),
+    ("EvalBatchSummary", "regradeOf"),
     ("EvalVariant", "provider"),
     ("EvalTrial", "coverage"),
     ("EvalTrial", "diagnostics"),
