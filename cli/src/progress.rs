@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, io::IsTerminal as _, time::Duration};
 
-use evalgrid_proto::v1::{Batch, BatchProgress, BatchStatus, GetBatchRequest, TrialProgress, TrialStatus, WatchBatchRequest};
+use evalgrid_proto::v1::{Batch, BatchProgress, BatchStatus, GetBatchRequest, Missing, TrialProgress, TrialStatus, WatchBatchRequest};
 use tokio::time::{Instant, sleep, sleep_until};
 use tonic::Code;
 
@@ -19,6 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(500);
 /// Without news for this long, a batch of which nothing runs is said to wait. An executor that is there takes a trial at once.
 const QUIET: Duration = Duration::from_secs(5);
+/// Where lines are printed, one comes at least this often: who reads a log sees that the batch is still followed, and how far it is.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(60);
 /// Rows of a board; what is higher than a screen cannot be redrawn in place.
 const ROWS: usize = 20;
 /// Longest reason behind a trial.
@@ -33,7 +35,9 @@ pub(crate) async fn follow(batches: &mut Batches, id: &str) -> Result<Batch, Fai
         board: Board::new(&batch),
         screen: Screen::new(),
         news_at: Instant::now(),
+        said_at: Instant::now(),
         waiting: None,
+        missing: Vec::new(),
     };
     let mut lost_since: Option<Instant> = None;
     loop {
@@ -63,8 +67,12 @@ struct Shown {
     board: Board,
     screen: Screen,
     news_at: Instant,
+    /// When a line was last printed, or began to be waited for.
+    said_at: Instant,
     /// Said once, if nothing begins; on a board without the command, which need not fit.
     waiting: Option<String>,
+    /// Whom trials wait for who is not connected, as the scheduler says.
+    missing: Vec<Missing>,
 }
 
 impl Shown {
@@ -97,17 +105,48 @@ impl Shown {
                 reasons::of_ended(batches, &self.board.runs, &trials).await
             }
         };
-        let lines: Vec<_> = ended.iter().map(|ended| self.board.line(ended, &reasons)).collect();
+        let mut lines: Vec<_> = ended.iter().map(|ended| self.board.line(ended, &reasons)).collect();
+        lines.extend(changed(&self.missing, &progress.missing));
+        self.missing.clone_from(&progress.missing);
+        self.show(&lines)
+    }
+
+    fn say_that_it_lives(&mut self) -> Result<(), Failure> {
+        let mut lines = vec![self.board.counted()];
+        lines.extend(self.missing.iter().map(waiting_for));
         self.show(&lines)
     }
 
     fn show(&mut self, lines: &[String]) -> Result<(), Failure> {
+        if !lines.is_empty() {
+            self.said_at = Instant::now();
+        }
         let mut board = self.board.draw();
+        board.extend(self.missing.iter().map(|missing| output::short(&waiting_for(missing), COLUMNS)));
         if self.board.count(TrialStatus::Running) == 0 {
             board.extend(self.waiting.clone().filter(|_| self.board.count(TrialStatus::Queued) > 0));
         }
         self.screen.show(lines, &board)
     }
+}
+
+/// `waiting: 4 trials wait for a judge runner, and none is connected`.
+fn waiting_for(missing: &Missing) -> String {
+    let verb = if missing.trials == 1 { "waits" } else { "wait" };
+    format!(
+        "waiting: {} {verb} for {}, and none is connected",
+        output::count(missing.trials, "trial"),
+        output::plain(&missing.what)
+    )
+}
+
+/// What is said of those who are missing now, and were not before, and the other way round. How many trials wait for them is no news.
+fn changed(before: &[Missing], now: &[Missing]) -> Vec<String> {
+    let lacks = |all: &[Missing], one: &Missing| all.iter().all(|other| other.what != one.what);
+    let new = now.iter().filter(|missing| lacks(before, missing)).map(waiting_for);
+    let over = before.iter().filter(|missing| lacks(now, missing));
+    new.chain(over.map(|missing| format!("no longer waiting for {}", output::plain(&missing.what))))
+        .collect()
 }
 
 enum Stream {
@@ -130,6 +169,10 @@ async fn updates(batches: &mut Batches, id: &str, shown: &mut Shown, lost_since:
             message = stream.message() => message,
             () = sleep_until(shown.news_at + QUIET), if shown.may_be_stuck() => {
                 shown.say_that_it_waits()?;
+                continue;
+            }
+            () = sleep_until(shown.said_at + SIGN_OF_LIFE), if !shown.screen.terminal => {
+                shown.say_that_it_lives()?;
                 continue;
             }
         };
@@ -292,20 +335,24 @@ impl Board {
         )
     }
 
-    /// One line per case with a sign per trial, where that fits; always a bar.
-    fn draw(&self) -> Vec<String> {
+    /// How far it is, in numbers.
+    fn counted(&self) -> String {
         let (done, all) = self.counts();
-        let filled = 30 * done / all.max(1);
-        let bar = format!(
-            "[{}{}] {done}/{all}  {} passed  {} failed  {} void  {} running{}",
-            "#".repeat(filled),
-            "-".repeat(30 - filled),
+        format!(
+            "{done}/{all}  {} passed  {} failed  {} void  {} running{}",
             self.count(TrialStatus::Passed),
             self.count(TrialStatus::Failed),
             self.count(TrialStatus::Void),
             self.count(TrialStatus::Running),
             self.waiting_for_others(),
-        );
+        )
+    }
+
+    /// One line per case with a sign per trial, where that fits; always a bar.
+    fn draw(&self) -> Vec<String> {
+        let (done, all) = self.counts();
+        let filled = 30 * done / all.max(1);
+        let bar = format!("[{}{}] {}", "#".repeat(filled), "-".repeat(30 - filled), self.counted());
         let mut lines = self.rows();
         if lines.len() > ROWS || lines.iter().any(|line| line.chars().count() > COLUMNS) {
             lines.clear();
@@ -492,6 +539,34 @@ mod tests {
         check(2, Running, "turn.2.person", "greet  ▸…··", "2 running (1 in talk)");
         check(3, Running, "judge.0", "greet  ▸…?·", "3 running (1 being judged, 1 in talk)");
         check(3, Passed, "judge.0", "greet  ▸…✓·", "2 running (1 in talk)");
+    }
+
+    #[test]
+    fn who_is_missing_is_told_when_that_changes() {
+        let missing = |all: &[(&str, u32)]| -> Vec<Missing> {
+            let missing = all.iter().map(|(what, trials)| Missing {
+                what: (*what).to_owned(),
+                trials: *trials,
+            });
+            missing.collect()
+        };
+        let check = |before: &[(&str, u32)], now: &[(&str, u32)], lines: &[&str]| {
+            assert_eq!(changed(&missing(before), &missing(now)), lines);
+        };
+        let (one, other) = ("a judge runner", "a judge runner with docker sandboxes");
+        check(&[], &[], &[]);
+        check(
+            &[],
+            &[(one, 1)],
+            &["waiting: 1 trial waits for a judge runner, and none is connected"],
+        );
+        check(&[(one, 1)], &[(one, 4)], &[]);
+        check(
+            &[(one, 4)],
+            &[(one, 4), (other, 2)],
+            &["waiting: 2 trials wait for a judge runner with docker sandboxes, and none is connected"],
+        );
+        check(&[(one, 4), (other, 2)], &[(other, 2)], &["no longer waiting for a judge runner"]);
     }
 
     #[test]

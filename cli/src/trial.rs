@@ -83,12 +83,22 @@ fn text(report: &TrialReport) -> String {
     match report.local {
         true => lines.push(("runs on", "the client's own machine".to_owned())),
         false => {
-            lines.push(("worker", report.worker_id.clone().unwrap_or_else(|| "none".to_owned())));
+            // A trial that is judged, or in talk, has no worker of its own and no open steps: who is asked stands below.
+            let asked = !report.judged_by.is_empty() || !report.answered_by.is_empty();
+            if report.worker_id.is_some() || !asked {
+                lines.push(("worker", report.worker_id.clone().unwrap_or_else(|| "none".to_owned())));
+            }
             lines.push(("sandbox", report.sandbox.clone().unwrap_or_else(|| "none".to_owned())));
             lines.push(("sandboxes begun", report.attempts.to_string()));
             lines.push(("leases without a step", report.idle_leases.to_string()));
-            lines.push(("steps", report.steps.join(", ")));
+            if !report.steps.is_empty() {
+                lines.push(("steps", report.steps.join(", ")));
+            }
         }
+    }
+    lines.extend(report.judged_by.iter().map(|judge| ("being judged", judge.clone())));
+    if !report.answered_by.is_empty() {
+        lines.push(("in talk", report.answered_by.clone()));
     }
     if !report.waits_for.is_empty() {
         lines.push(("waits for", report.waits_for.clone()));
@@ -127,5 +137,26 @@ mod tests {
             assert!(text.lines().any(|known| known == line), "{line:?} in {text}");
         }
         assert!(!text.contains('\u{1b}'), "a terminal is not told what to do");
+    }
+
+    #[test]
+    fn who_is_asked() {
+        let report = TrialReport {
+            status: TrialStatus::Running.into(),
+            judged_by: vec!["\"asks\" by gpt-5 (openai), for 4s".into()],
+            answered_by: "the person by gpt-5 (openai), for 2s".into(),
+            ..TrialReport::default()
+        };
+        let text = text(&report);
+        for line in [
+            "being judged          \"asks\" by gpt-5 (openai), for 4s",
+            "in talk               the person by gpt-5 (openai), for 2s",
+        ] {
+            assert!(text.lines().any(|known| known == line), "{line:?} in {text}");
+        }
+        assert!(
+            !text.contains("worker") && !text.contains("steps"),
+            "what says nothing is left out: {text}"
+        );
     }
 }

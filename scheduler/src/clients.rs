@@ -19,6 +19,7 @@ use crate::{
     read::Reader,
     refusals::refused,
     starts::{Admission, Body},
+    waits,
 };
 
 /// A watcher hears of changes this often at the most.
@@ -156,13 +157,18 @@ impl Batches for ClientsService {
             let mut shutdown = service.shutdown.clone();
             let mut durable = service.reader.engine.watch();
             let mut seen = Vec::new();
+            let mut missing = Vec::new();
             let mut next = Ok(first);
             loop {
                 let ended = match &next {
                     Ok(progress) => progress.status() != v1::BatchStatus::Running,
                     Err(_) => true,
                 };
-                let news = next.as_ref().map_or(true, |progress| !progress.trials.is_empty()) || ended;
+                let has_news = |progress: &v1::BatchProgress| !progress.trials.is_empty() || progress.missing != missing;
+                let news = next.as_ref().map_or(true, has_news) || ended;
+                if let Ok(progress) = &next {
+                    missing.clone_from(&progress.missing);
+                }
                 if seen.is_empty()
                     && let Ok(progress) = &next
                 {
@@ -204,9 +210,9 @@ async fn watched(
     let live = reader.engine.settled_turn(|core| {
         let batch = core.state.batch(id).filter(|batch| batch.organization == *organization)?;
         let trials: Vec<_> = batch.trials().map(|(key, trial)| view::progress(batch, key, trial)).collect();
-        Some((view::ending(batch).0, trials, batch.unsettled))
+        Some((view::ending(batch).0, trials, batch.unsettled, waits::missing(core, batch)))
     });
-    let (status, trials, unsettled) = match live.await.map_err(|_| stopping())? {
+    let (status, trials, unsettled, missing) = match live.await.map_err(|_| stopping())? {
         Some(live) => live,
         None => {
             let batch = reader.batch(organization, id, None).await?;
@@ -220,7 +226,7 @@ async fn watched(
                     step: String::new(),
                 })
             });
-            (batch.status(), trials.collect(), 0)
+            (batch.status(), trials.collect(), 0, Vec::new())
         }
     };
     let total = trials.len() as u32;
@@ -239,6 +245,7 @@ async fn watched(
         trials: changed,
         settled: total - unsettled,
         total,
+        missing,
     })
 }
 

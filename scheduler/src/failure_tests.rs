@@ -5,6 +5,7 @@
 mod archiving;
 mod leases;
 mod serving;
+mod waiting;
 
 use std::{
     collections::BTreeMap,

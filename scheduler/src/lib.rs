@@ -32,6 +32,7 @@ mod starts;
 mod term;
 mod timers;
 mod trials;
+mod waits;
 mod workers;
 
 /// The scheduler's loop without threads, clocks and wires, for the simulator: the very code that serves.

@@ -6,7 +6,7 @@ use evalgrid_proto::v1::{self, to_worker::Message};
 use evalgrid_workflow::faults::{self, Fault};
 use tokio::sync::mpsc;
 
-use crate::reaper::Asks;
+use crate::{reaper::Asks, waits::Missed};
 
 /// Messages on their way to one worker. It holds at most its slots in leases and its window of reports in acknowledgements; a worker that
 /// lets this run full is not reading and is cut off.
@@ -46,6 +46,8 @@ pub struct Sessions {
     last_number: u64,
     /// Sandboxes that workers are asked to destroy.
     pub asks: Asks,
+    /// Kinds of workers that are waited for and are not here.
+    pub missed: Missed,
 }
 
 impl Sessions {

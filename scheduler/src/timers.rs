@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use crate::{
     dispatch::{Variables, dispatch},
     engine::{Core, Engine},
-    reaper,
+    reaper, waits,
     workers::chance,
 };
 
@@ -86,4 +86,5 @@ pub fn tick(core: &mut Core, lease_ms: u64, grace_ms: u64, chance: &mut Chance, 
     }
     reaper::reap(core, chance);
     dispatch(core, variables);
+    waits::tell_missed(core);
 }

@@ -1,14 +1,15 @@
 //! Single trials for the operator: where one stands, and its end by hand where nothing else ends it.
 
 use evalgrid_domain::{ids::TrialId, limits::MAX_FAILURE, redact::Redactor};
-use evalgrid_proto::v1::{self, WorkerRole};
-use evalgrid_workflow::{Batch, Job, JobPhase, Phase, Target, TrialKey, decide};
+use evalgrid_proto::v1;
+use evalgrid_workflow::{Phase, TrialKey, decide};
 use tonic::Status;
 
 use crate::{
     auth::stopping,
     engine::{Core, Engine},
     refusals::{bad_request, refused},
+    waits,
 };
 
 fn parse(id: &str) -> Result<TrialKey, Status> {
@@ -58,6 +59,7 @@ fn report(core: &Core, key: TrialKey) -> Option<v1::TrialReport> {
         Phase::Leased { token } => state.lease(token),
         _ => None,
     };
+    let asked = waits::asked(core, batch, key);
     Some(v1::TrialReport {
         id: key.id().to_string(),
         organization: state.organization(&batch.organization)?.slug.clone(),
@@ -74,30 +76,8 @@ fn report(core: &Core, key: TrialKey) -> Option<v1::TrialReport> {
         sandbox: trial.sandbox.clone(),
         worker_id: holder.map(|lease| lease.worker_id.clone()),
         local: batch.local.is_some(),
-        waits_for: waits_for(core, batch, key).unwrap_or_default(),
-    })
-}
-
-/// Whom a trial waits for, and whether there is one.
-fn waits_for(core: &Core, batch: &Batch, key: TrialKey) -> Option<String> {
-    let trial = batch.trial(key).filter(|_| batch.local.is_none())?;
-    let provider = batch.variants.get(batch.coordinates(key.run).1)?.provider.as_str();
-    let (role, who, provider) = match &trial.phase {
-        Phase::Queued { .. } => (WorkerRole::Executor, "an executor", provider),
-        Phase::Conversing(_) | Phase::Judging(_) => {
-            let waits = |job: &Job| matches!(job.phase, JobPhase::Waits { .. });
-            let (part, _) = trial.jobs().find(|(_, job)| waits(job))?;
-            let harness = !batch.answerer(Target { trial: key, part })?.harness.is_empty();
-            (WorkerRole::JudgeRunner, "a judge runner", if harness { provider } else { "" })
-        }
-        Phase::Leased { .. } | Phase::Settled(_) => return None,
-    };
-    let kind = match provider {
-        "" => String::new(),
-        provider => format!(" with {provider} sandboxes"),
-    };
-    Some(match core.sessions.offers(role, provider) {
-        true => format!("a free place at {who}{kind}"),
-        false => format!("{who}{kind}, and none is connected"),
+        waits_for: waits::waits_for(core, batch, key).unwrap_or_default(),
+        judged_by: asked.judges,
+        answered_by: asked.person,
     })
 }

@@ -82,6 +82,8 @@ pub enum JobPhase {
     Leased {
         /// The fencing token.
         token: u64,
+        /// Since when; 0 where an older version has written that down.
+        since_ms: u64,
     },
     /// A judge has answered.
     Judged(Box<v1::Judged>),
@@ -143,7 +145,7 @@ impl Job {
     /// The token of its lease.
     pub fn token(&self) -> Option<u64> {
         match self.phase {
-            JobPhase::Leased { token } => Some(token),
+            JobPhase::Leased { token, .. } => Some(token),
             _ => None,
         }
     }
@@ -253,6 +255,12 @@ pub(crate) fn queues(providers: &[String]) -> Vec<String> {
 /// The provider of a queue's sandboxes.
 pub(crate) fn provider_of(queue: &str) -> &str {
     queue.strip_prefix(ASKS).and_then(|rest| rest.strip_prefix('@')).unwrap_or(queue)
+}
+
+/// The provider of the sandboxes in which the jobs of a queue are answered, empty where none is needed. `None`: trials wait there.
+pub(crate) fn asked_in(queue: &str) -> Option<&str> {
+    let rest = queue.strip_prefix(ASKS)?;
+    if rest.is_empty() { Some("") } else { rest.strip_prefix('@') }
 }
 
 /// A part of a trial, as the log writes it. The trial itself is written otherwise.

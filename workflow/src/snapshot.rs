@@ -479,7 +479,7 @@ fn save_job(job: &Job) -> log::SavedJob {
             not_before_ms: *not_before_ms,
             ticket: *ticket,
         }),
-        JobPhase::Leased { token } => saved_job::Phase::Leased(*token),
+        JobPhase::Leased { token, .. } => saved_job::Phase::Leased(*token),
         JobPhase::Judged(judged) => saved_job::Phase::Judged(v1::Judged::clone(judged)),
     };
     log::SavedJob {
@@ -491,6 +491,10 @@ fn save_job(job: &Job) -> log::SavedJob {
         idle_leases: job.idle_leases,
         reason: job.reason.clone(),
         sandbox: job.sandbox.clone(),
+        leased_ms: match job.phase {
+            JobPhase::Leased { since_ms, .. } => since_ms,
+            JobPhase::Waits { .. } | JobPhase::Judged(_) => 0,
+        },
     }
 }
 
@@ -502,7 +506,10 @@ fn restore_job(saved: Option<&log::SavedJob>) -> Result<Job, ApplyError> {
             not_before_ms: waits.not_before_ms,
             ticket: waits.ticket,
         },
-        Some(saved_job::Phase::Leased(token)) => JobPhase::Leased { token: *token },
+        Some(saved_job::Phase::Leased(token)) => JobPhase::Leased {
+            token: *token,
+            since_ms: saved.leased_ms,
+        },
         Some(saved_job::Phase::Judged(judged)) => JobPhase::Judged(Box::new(judged.clone())),
         None => return illegal("a job in no phase"),
     };

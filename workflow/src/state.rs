@@ -376,6 +376,12 @@ impl State {
         openings.into_iter().flatten().min()
     }
 
+    /// The kinds of judge runners that jobs wait for now, in order: by the provider of their sandboxes, empty where any will do.
+    pub fn judge_runners_waited_for(&self, now_ms: u64) -> BTreeSet<String> {
+        let kinds = self.queue.waited_for(now_ms).filter_map(jobs::asked_in);
+        kinds.map(str::to_owned).collect()
+    }
+
     /// How many trials wait. Counts one by one.
     pub fn waiting(&self) -> usize {
         self.queue.len()
@@ -384,6 +390,11 @@ impl State {
     /// Sandboxes of a provider: being made, and in custody.
     pub fn sandbox_counts(&self, provider: &str) -> (usize, usize) {
         self.admission.counts(provider)
+    }
+
+    /// Whether the model key's limit lets one more trial, or job, run now.
+    pub fn model_open(&self, model_key: &str, now_ms: u64) -> bool {
+        self.admission.model_open(model_key, now_ms)
     }
 
     /// Trials that run on a model key.

@@ -18,18 +18,18 @@ use crate::{
     workers::{HEARTBEATS_PER_LEASE, greet, hear},
 };
 
-const LEASE_MS: u64 = 10_000;
+pub(super) const LEASE_MS: u64 = 10_000;
 const GRACE_MS: u64 = 60_000;
 
 /// A cell's loop, and its workers' ends of the streams.
-struct Loop {
-    core: Core,
+pub(super) struct Loop {
+    pub(super) core: Core,
     chance: Chance,
     variables: Variables,
 }
 
 impl Loop {
-    fn new(batches: usize, trials: u32) -> Loop {
+    pub(super) fn new(batches: usize, trials: u32) -> Loop {
         let mut this = Loop {
             core: Core::new(State::default(), vec![0; PARTITIONS], 0),
             chance: Chance::new(1),
@@ -61,24 +61,24 @@ impl Loop {
         this
     }
 
-    fn at(&mut self, ms: u64) {
+    pub(super) fn at(&mut self, ms: u64) {
         self.core.set_time(1_800_000_000_000 + ms, ms);
     }
 
     /// The same after a crash: the state is what the log says, the workers are not here.
-    fn restarted(self, now_ms: u64) -> Loop {
+    pub(super) fn restarted(self, now_ms: u64) -> Loop {
         let mut core = Core::new(self.core.state.clone(), self.core.sequences().to_vec(), self.core.position());
         core.set_time(1_800_000_000_000 + now_ms, now_ms);
         Loop { core, ..self }
     }
 
-    fn greet(&mut self, hello: &Hello) -> (u64, mpsc::Receiver<Outbound>) {
+    pub(super) fn greet(&mut self, hello: &Hello) -> (u64, mpsc::Receiver<Outbound>) {
         let (sender, receiver) = mpsc::channel(MAX_OUTBOUND);
         let number = greet(&mut self.core, hello, sender, LEASE_MS, &mut self.chance, &self.variables);
         (number, receiver)
     }
 
-    fn hear(&mut self, worker_id: &str, number: u64, message: from_worker::Message) -> bool {
+    pub(super) fn hear(&mut self, worker_id: &str, number: u64, message: from_worker::Message) -> bool {
         hear(&mut self.core, worker_id, number, message, &mut self.chance, &self.variables)
     }
 
@@ -86,7 +86,7 @@ impl Loop {
         self.hear(worker_id, number, from_worker::Message::Heartbeat(Heartbeat { number: 1 }))
     }
 
-    fn tick(&mut self) {
+    pub(super) fn tick(&mut self) {
         tick(&mut self.core, LEASE_MS, GRACE_MS, &mut self.chance, false, &self.variables);
     }
 
@@ -96,7 +96,7 @@ impl Loop {
     }
 }
 
-fn hello(worker_id: &str, incarnation: &str, slots: u32) -> Hello {
+pub(super) fn hello(worker_id: &str, incarnation: &str, slots: u32) -> Hello {
     Hello {
         worker_id: worker_id.into(),
         incarnation: incarnation.into(),
@@ -108,13 +108,13 @@ fn hello(worker_id: &str, incarnation: &str, slots: u32) -> Hello {
 }
 
 /// What a worker was sent, without its position.
-fn told(receiver: &mut mpsc::Receiver<Outbound>) -> Vec<Message> {
+pub(super) fn told(receiver: &mut mpsc::Receiver<Outbound>) -> Vec<Message> {
     std::iter::from_fn(|| receiver.try_recv().ok())
         .map(|(_, message)| message)
         .collect()
 }
 
-fn leased(receiver: &mut mpsc::Receiver<Outbound>) -> Vec<v1::Lease> {
+pub(super) fn leased(receiver: &mut mpsc::Receiver<Outbound>) -> Vec<v1::Lease> {
     let lease = |message| match message {
         Message::Lease(lease) => Some(lease),
         _ => None,

@@ -184,7 +184,10 @@ impl State {
             });
         }
         let job = self.job_mut(target)?;
-        job.phase = JobPhase::Leased { token: leased.token };
+        job.phase = JobPhase::Leased {
+            token: leased.token,
+            since_ms: at_ms,
+        };
         job.idle_leases += 1;
         if matches!(target.part, Part::Judge(_)) {
             job.sandbox = name;

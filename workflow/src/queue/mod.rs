@@ -136,6 +136,15 @@ impl Queue {
         open.filter_map(|provider| self.fresh.get(provider)?.next(gates.model_key)).next()
     }
 
+    /// Who could serve those that wait for nobody in particular, once their delays are over.
+    pub fn waited_for(&self, now_ms: u64) -> impl Iterator<Item = &str> {
+        let due = self.delayed.range(..=(now_ms, u64::MAX));
+        let due = due
+            .filter(|(_, wait)| wait.adopter.is_none())
+            .map(|(_, wait)| wait.provider.as_str());
+        self.fresh.keys().map(String::as_str).chain(due)
+    }
+
     /// How many wait.
     pub fn len(&self) -> usize {
         let adoptable = self.adoptable.values().flat_map(BTreeMap::values).map(Waiting::len);
