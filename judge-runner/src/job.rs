@@ -40,7 +40,7 @@ pub(crate) struct Job<'a> {
     pub(crate) lease: &'a JobLease,
     /// Of whom is asked.
     pub(crate) credential: BTreeMap<String, String>,
-    /// Of the secrets that the lease brings.
+    /// Of the secrets that the lease brings: those of whom is asked, and those of the trial.
     pub(crate) redactor: Redactor,
     /// This lease has said that it asks.
     announced: AtomicBool,
@@ -118,7 +118,7 @@ impl<'a> Job<'a> {
             http,
             lease,
             credential: lease.credential.clone().into_iter().collect(),
-            redactor: Redactor::new(lease.credential.values()),
+            redactor: Redactor::new(lease.credential.values().chain(&lease.trial_secrets)),
             announced: AtomicBool::new(false),
         }
     }

@@ -246,6 +246,44 @@ async fn a_judgment_without_capture_keeps_no_values() {
     assert!(!validation.to_string().contains("It is blue now."));
 }
 
+/// An agent spells a variable of its own, which nobody takes for one; who reads it puts it together.
+#[tokio::test]
+async fn what_is_put_together_of_the_trial_s_secrets_is_redacted() {
+    const SECRETS: [&str; 2] = ["hunter2-and-more", "correct horse battery"];
+    let joined = SECRETS.join(" and ");
+    let secret = |_: &Grid, lease: &mut JobLease| lease.trial_secrets = SECRETS.map(str::to_owned).into();
+    let check = |told: &Told, grid: &Grid| {
+        for secret in SECRETS {
+            assert!(!format!("{told:?}").contains(secret) && !grid.holds(secret), "{secret} in {told:?}");
+        }
+    };
+    let answer = json!({"choice": "yes", "reason": joined}).to_string();
+    let (told, grid, _) = judge(says(&answer), secret).await;
+    check(&told, &grid);
+    let validation = grid.read(judged(&told).validation.as_ref().unwrap());
+    let redacted = "[redacted] and [redacted]";
+    assert_eq!(validation["judgment"]["reason"], redacted);
+    let raw = json!({"choice": "yes", "reason": redacted}).to_string();
+    assert_eq!(validation["output"]["text"], raw);
+
+    let output = json!([{"type": "message", "content": [{"type": "output_text", "text": answer}]}]);
+    let response = json!({"id": joined, "model": joined, "status": "completed", "output": output});
+    let (told, grid, _) = judge(Reply::json(200, &response.to_string()), secret).await;
+    check(&told, &grid);
+    let failure = json!({"error": {"message": joined}}).to_string();
+    let (told, grid, _) = judge(Reply::json(401, &failure), secret).await;
+    check(&told, &grid);
+    assert!(judged(&told).error.contains(redacted), "{}", judged(&told).error);
+
+    let person = |grid: &Grid, lease: &mut JobLease| {
+        secret(grid, lease);
+        lease.job = reply(grid, "").job;
+    };
+    let (told, grid, _) = judge(replies(&joined), person).await;
+    check(&told, &grid);
+    assert_eq!(replied(&told).1["text"], redacted);
+}
+
 #[tokio::test]
 async fn what_a_judge_says_of_a_secret_is_redacted() {
     let answer = json!({"choice": "yes", "reason": format!("The key is {KEY}.")});

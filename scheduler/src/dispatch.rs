@@ -106,13 +106,7 @@ fn lease_message(core: &Core, key: TrialKey, token: u64, adopt: bool, variables:
             true => Vec::new(),
             false => trial.steps.clone(),
         },
-        // Only the names that the variant's profile declares: the executor looks no further, and sees no more.
-        variables: variant
-            .variables
-            .iter()
-            .filter_map(|name| variables.get_key_value(name))
-            .map(|(name, value)| (name.clone(), value.clone()))
-            .collect(),
+        variables: named(variant, variables).collect(),
         model_key: admission::model_key(variant),
         credential: credential(&variant.harness, variables).unwrap_or_default(),
         batch_id: key.batch.to_string(),
@@ -156,6 +150,9 @@ fn job_message(core: &Core, target: Target, token: u64, (sandbox, adopt): (Strin
             .map(|values| values.into_iter().collect()),
         harness => credential(harness, variables),
     };
+    let variant = batch.variants.get(variant_index)?;
+    let own = self::credential(&variant.harness, variables).unwrap_or_default();
+    let trial_secrets = named(variant, variables).map(|(_, value)| value).chain(own.into_values());
     let missing = credential.as_ref().err().copied().unwrap_or_default().to_owned();
     let nonce = Sha256::new().chain_update(nonce).chain_update(&name).finalize();
     Some(v1::JobLease {
@@ -165,7 +162,7 @@ fn job_message(core: &Core, target: Target, token: u64, (sandbox, adopt): (Strin
         case_index: case_index as u32,
         request: Some(batch.request.clone()),
         sandbox,
-        provider: batch.variants.get(variant_index)?.provider.clone(),
+        provider: variant.provider.clone(),
         adopt,
         model_key: jobs::model_key(target.part, answerer),
         credential: credential.unwrap_or_default(),
@@ -179,7 +176,14 @@ fn job_message(core: &Core, target: Target, token: u64, (sandbox, adopt): (Strin
         idempotency_key: format!("{}-{name}", key.id()),
         nonce: Bytes::copy_from_slice(&nonce[..NONCE_BYTES]),
         job: Some(work),
+        trial_secrets: trial_secrets.collect(),
     })
+}
+
+/// Only the variables that the variant's profile declares: a worker looks no further, and sees no more.
+fn named<'a>(variant: &'a v1::VariantInfo, variables: &'a Variables) -> impl Iterator<Item = (String, String)> + 'a {
+    let named = variant.variables.iter().filter_map(|name| variables.get_key_value(name));
+    named.map(|(name, value)| (name.clone(), value.clone()))
 }
 
 /// What a harness signs in with, or the variable that is missing: the worker ends what needs it, and names it.

@@ -301,6 +301,44 @@ async fn a_profile_s_variables_reach_the_worker_and_nothing_else_does() {
     assert_eq!(found, None, "no secret is written down");
 }
 
+/// A judge, too, may put together what the agent has told in pieces: what is secret of the trial comes along, and is not written down.
+#[tokio::test]
+async fn a_trial_s_secrets_reach_its_judge_runner() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(folder.path());
+    options.environment.insert("OWN".into(), "its-own-value".into());
+    options.environment.insert("FOREIGN".into(), "another-value".into());
+    let server = Server::open(options).await;
+    let mut body = batch(1, 1);
+    body["variants"][0]["profile"]["variables"] = json!(["OWN"]);
+    body["cases"][0] = json!({"id": "judged", "validator": {"kind": "judged", "name": "v", "checks": [], "judges": [
+        {"kind": "judge", "name": "j", "provider": "openai", "model": "m", "prompt": "p", "choices": {"yes": 1, "no": 0}}]}});
+    server.client().await.start(&body).await;
+    let mut worker = server.worker(hello("w", "1")).await;
+    let lease = worker.lease().await;
+    worker.pass(&lease).await;
+    let mut runner = server
+        .worker(Hello {
+            role: v1::WorkerRole::JudgeRunner.into(),
+            ..hello("j", "1")
+        })
+        .await;
+    let job = match runner.next().await {
+        Some(Message::Job(job)) => job,
+        other => panic!("expected a job, got {other:?}"),
+    };
+    assert_eq!(job.trial_secrets, ["its-own-value"]);
+    assert_eq!(job.credential["apiKey"], "sk-secret-value");
+    server.stop().await;
+    let written = walk(folder.path()).into_iter().map(|path| std::fs::read(path).unwrap());
+    assert!(
+        written
+            .into_iter()
+            .all(|bytes| !bytes.windows(13).any(|window| window == b"its-own-value")),
+        "no secret is written down"
+    );
+}
+
 #[tokio::test]
 async fn an_older_log_put_in_place_is_believed_over_the_newer_index() {
     async fn one_batch(server: &Server) -> String {
