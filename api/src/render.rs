@@ -2,9 +2,11 @@
 
 use evalgrid_domain::{
     evidence::{Judgment, Validation, ValidationKind, ValidationStatus, ValidationValue},
+    judge::{self, Place},
     limits::MAX_VALIDATION_MESSAGE,
     number::Number,
     prompt,
+    redact::Redactor,
     request::{Case, DEFAULT_USER_MODEL, Source, SourceFile, SuiteBatchRequest, Validator, effective_source},
     timestamp,
 };
@@ -308,6 +310,7 @@ fn judge_status(verdict: JudgeVerdict) -> ValidationStatus {
         JudgeVerdict::Passed => ValidationStatus::Passed,
         JudgeVerdict::Failed => ValidationStatus::Failed,
         JudgeVerdict::Error | JudgeVerdict::Unspecified => ValidationStatus::Error,
+        JudgeVerdict::Skipped => ValidationStatus::Skipped,
     }
 }
 
@@ -315,13 +318,19 @@ fn judge_status(verdict: JudgeVerdict) -> ValidationStatus {
 pub(crate) fn judged(judged: &Judged, batch: &Batch, run: &Run, request: &SuiteBatchRequest) -> Result<Validation, Incoherent> {
     let (case, index) = (run.case_index as usize, judged.index as usize);
     let info = batch.cases.get(case).ok_or(Incoherent("a run of no case"))?;
-    let by = info.judges.get(index).ok_or(Incoherent("a judgment of no judge"))?;
+    // As the request has it: of a case that a regrade leaves out, the batch itself names no judges.
     let asked = match request.cases.get(case).and_then(|case| case.validator.as_ref()) {
         Some(Validator::Judged(validator)) => validator.judges.get(index),
         Some(Validator::Code(_)) | None => None,
     };
     let asked = asked.ok_or(Incoherent("a judgment that the start request does not ask for"))?;
-    let evaluator = if by.harness.is_empty() { &by.provider } else { &by.harness };
+    let place = Place {
+        judge: judged.index,
+        validation: u64::from(info.checks) + u64::from(judged.index),
+    };
+    if judged.verdict() == JudgeVerdict::Skipped {
+        return Ok(judge::skipped(asked, place, &Redactor::default()));
+    }
     let error = (!judged.error.is_empty()).then(|| judged.error.clone());
     let message: String = judged.error.chars().take(MAX_VALIDATION_MESSAGE).collect();
     Ok(Validation {
@@ -330,14 +339,14 @@ pub(crate) fn judged(judged: &Judged, batch: &Batch, run: &Run, request: &SuiteB
         error: error.clone().map(ValidationValue::text),
         exit_code: None,
         id: format!("judge:{index}"),
-        index: u64::from(info.checks) + u64::from(judged.index),
+        index: place.validation,
         input: ValidationValue::unavailable(),
         judgment: Some(Judgment {
             choice: judged.choice.clone(),
             duration_ms: 0,
             error,
-            evaluator: evaluator.clone(),
-            model: by.model.clone(),
+            evaluator: asked.by.evaluator().to_owned(),
+            model: asked.model.clone(),
             name: judged.name.clone(),
             reason: "There is no record of this judgment.".to_owned(),
             score: judged.score.map(Number),

@@ -52,11 +52,15 @@ fn judged(index: u32, verdict: JudgeVerdict, validation: Option<Place>) -> Judge
 async fn api_with_judges() -> Api {
     let api = Api::start().await;
     let (mut batch, mut objects) = batch();
+    let mut by_codex = judge("judge 1");
+    by_codex.as_object_mut().unwrap().remove("provider");
+    by_codex["harness"] = json!("codex");
+    by_codex["model"] = json!("gpt-5.4");
     let request = json!({
         "suite": {"id": "smoke", "prompt": "Do {{ task }}."},
         "cases": [{
             "id": "add", "name": "Add", "variables": {"task": "it"},
-            "validator": {"kind": "judged", "name": "v", "checks": [], "judges": [judge("judge 0"), judge("judge 1")]},
+            "validator": {"kind": "judged", "name": "v", "checks": [], "judges": [judge("judge 0"), by_codex]},
         }],
         "variants": [{"harness": "command", "model": "m", "profile": {"name": "p", "files": {}, "run": "true"}}],
         "trials": 5,
@@ -128,6 +132,28 @@ async fn judgments_are_validations_behind_those_of_the_checks() {
         (&minimal["id"], &minimal["index"], &minimal["status"], &minimal["judgment"]),
         (&json!("judge:1"), &json!(2), &json!("error"), &expected)
     );
+}
+
+/// As those of a case that a regrade left out: the batch asks no judges there, and what they had said goes on with it.
+#[tokio::test]
+async fn judgments_of_a_case_that_asks_nobody() {
+    let api = api_with_judges().await;
+    change(&api, |script| {
+        script.batch.cases[0].judges.clear();
+        outcome(script).judged = vec![judged(0, JudgeVerdict::Skipped, None), judged(1, JudgeVerdict::Error, None)];
+    });
+    let batch = api.op("evals.batches.get", json!({"id": "batch_1"})).await.json();
+    schema::check("EvalBatch", &batch);
+    let validations = &batch["runs"][0]["trials"][0]["validations"];
+    let shown = |at: usize| {
+        (
+            &validations[at]["id"],
+            &validations[at]["status"],
+            &validations[at]["judgment"]["evaluator"],
+        )
+    };
+    assert_eq!(shown(1), (&json!("judge:0"), &json!("skipped"), &Value::Null));
+    assert_eq!(shown(2), (&json!("judge:1"), &json!("error"), &json!("codex")));
 }
 
 /// Evidence of any size and shape has one place for judgments, and none is no place to leave them out silently.

@@ -88,6 +88,7 @@ pub(crate) fn said(judged: &Judged) -> String {
         JudgeVerdict::Passed => "passed",
         JudgeVerdict::Failed => "failed",
         JudgeVerdict::Error | JudgeVerdict::Unspecified => return "error".to_owned(),
+        JudgeVerdict::Skipped => return "not asked".to_owned(),
     };
     let choice = output::short(judged.choice.as_deref().unwrap_or_default(), 60);
     match judged.score {

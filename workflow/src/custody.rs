@@ -275,7 +275,7 @@ pub fn destroyed(state: &State, name: &str, worker_id: &str, now_ms: u64) -> Vec
                 if !trial.steps.is_empty() && trial.lost.len() as u32 + 1 >= limits::MAX_SANDBOX_ATTEMPTS =>
             {
                 let text = format!("{}: {GONE_ON_RETURN}", outcome::sandbox_lost(trial.lost.len() as u32 + 1));
-                events.push(settled(sandbox.trial, 0, void(&text, batch.trial(sandbox.trial)), now_ms));
+                events.push(settled(sandbox.trial, 0, void(&text, Some((batch, sandbox.trial))), now_ms));
             }
             _ => {}
         }

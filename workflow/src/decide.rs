@@ -22,7 +22,7 @@ use crate::{
     faults::{self, Fault},
     jobs::{JobPhase, Part, Target},
     judging, local,
-    state::{Batch, BatchPhase, Phase, State, Trial, TrialKey},
+    state::{Batch, BatchPhase, Phase, State, TrialKey},
 };
 
 /// A step's result beyond this is an object, named by the step.
@@ -190,7 +190,12 @@ pub fn resolve(state: &State, key: TrialKey, reason: &str, now_ms: u64) -> Resul
         Phase::Leased { token } => token,
         Phase::Queued { .. } | Phase::Conversing(_) | Phase::Judging(_) => 0,
     };
-    Ok(settled(key, token, void(&outcome::failure_text(reason), batch.trial(key)), now_ms))
+    Ok(settled(
+        key,
+        token,
+        void(&outcome::failure_text(reason), Some((batch, key))),
+        now_ms,
+    ))
 }
 
 /// Whether an organization may have another key, and whether it may be created where there is none with this slug yet.
@@ -208,7 +213,12 @@ pub fn unacceptable(state: &State, worker_id: &str, token: u64, refusal: &Refusa
     let key = target.trial;
     let text = outcome::failure_text(&format!("The trial could not go on: {refusal}"));
     let token = if target.part == Part::Trial { token } else { 0 };
-    Some(settled(key, token, void(&text, state.trial(key)), now_ms))
+    Some(settled(
+        key,
+        token,
+        void(&text, state.batch(&key.batch).map(|batch| (batch, key))),
+        now_ms,
+    ))
 }
 
 /// An organization, where there is none with this slug yet.
@@ -258,7 +268,7 @@ pub fn cancel(state: &State, organization: &OrgId, id: &BatchId, now_ms: u64) ->
         .map(|(key, token)| {
             let outcome = TrialOutcome {
                 cancelled: true,
-                ..void(CANCELLED, batch.trial(key))
+                ..void(CANCELLED, Some((batch, key)))
             };
             settled(key, token, outcome, now_ms)
         })
@@ -333,7 +343,7 @@ pub fn grant(state: &State, key: TrialKey, holder: Holder<'_>, now_ms: u64) -> V
             "The worker stopped {MAX_IDLE_LEASES} times in a row while it ran this trial, the last time because of this: {}",
             trial.idle_end
         );
-        return vec![settled(key, 0, void(&outcome::failure_text(&text), batch.trial(key)), now_ms)];
+        return vec![settled(key, 0, void(&outcome::failure_text(&text), Some((batch, key))), now_ms)];
     }
     let token = state.last_token.max(state.token_floor) + 1;
     let adopt = trial.sandbox.is_some();
@@ -473,7 +483,7 @@ fn retry_or_void(state: &State, ended: AttemptEnd, reason: &str, spread_ms: u64,
         Why::SandboxUnavailable => reason.to_owned(),
         _ => format!("{}: {reason}", outcome::sandbox_lost(lost)),
     };
-    Some(settled(ended.key, ended.token, void(&text, batch.trial(ended.key)), now_ms))
+    Some(settled(ended.key, ended.token, void(&text, Some((batch, ended.key))), now_ms))
 }
 
 /// What a worker's greeting proves of leases: those of an earlier process of it have ended, and those that never reached it.
@@ -602,7 +612,7 @@ pub fn abandon(state: &State, now_ms: u64) -> Vec<Event> {
                 }
             };
             if overdue {
-                events.push(settled(key, token, void(&text, batch.trial(key)), now_ms));
+                events.push(settled(key, token, void(&text, Some((batch, key))), now_ms));
             }
         }
     }
@@ -643,10 +653,11 @@ fn unsettled(batch: &Batch) -> impl Iterator<Item = (TrialKey, u64)> {
 }
 
 /// Not scored, for this reason.
-pub(crate) fn void(failure: &str, trial: Option<&Trial>) -> TrialOutcome {
+pub(crate) fn void(failure: &str, of: Option<(&Batch, TrialKey)>) -> TrialOutcome {
+    let trial = of.and_then(|(batch, key)| batch.trial(key));
     // What a trial has shown before its judges were asked stays.
-    let known = match trial.map(|trial| &trial.phase) {
-        Some(Phase::Judging(judging)) => judging::so_far(judging),
+    let known = match (of, trial.map(|trial| &trial.phase)) {
+        (Some((batch, key)), Some(Phase::Judging(judging))) => judging::cut_short(batch, key, judging, failure),
         _ => TrialOutcome {
             user_spend: trial.and_then(|trial| trial.user_spend.clone().map(Box::new)),
             ..TrialOutcome::default()

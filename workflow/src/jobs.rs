@@ -158,6 +158,16 @@ impl Job {
         }
     }
 
+    /// A judge runner has it, or it has been asked before.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.token().is_some() || self.asked || self.unclear > 0 || self.refused > 0
+    }
+
+    /// It may have been answered without anybody knowing.
+    pub(crate) fn may_have_spent(&self) -> bool {
+        self.asked || self.unclear > 0
+    }
+
     fn is_untouched(&self) -> bool {
         self.unclear == 0 && self.refused == 0 && self.idle_leases == 0
     }

@@ -160,7 +160,7 @@ pub fn job_result(state: &State, worker_id: &str, result: v1::JobResult, chance:
     match (result.result, target.part) {
         (Some(job_result::Result::Judged(judged)), Part::Judge(index)) if judged.index == u32::from(index) => {
             within(judged.encoded_len(), "a judgment")?;
-            if judged.verdict() == JudgeVerdict::Unspecified {
+            if matches!(judged.verdict(), JudgeVerdict::Unspecified | JudgeVerdict::Skipped) {
                 return Err(Refusal::StepLimit("a judgment without a verdict".into()));
             }
             Ok(answered(trial, target, token, Answer::Judged(judged), now_ms))
@@ -276,7 +276,10 @@ pub(crate) fn verdict(state: &State, key: TrialKey, now_ms: u64) -> Option<Event
     };
     let judged: Option<Vec<&v1::Judged>> = judging.jobs.iter().map(Job::judged).collect();
     let judged = judged?;
-    let mut outcome = so_far(judging);
+    let mut outcome = TrialOutcome {
+        judged: judged.iter().map(|judged| (*judged).clone()).collect(),
+        ..judging.outcome.clone()
+    };
     let error = judged.iter().find(|judged| judged.verdict() == JudgeVerdict::Error);
     let failed = judged.iter().any(|judged| judged.verdict() != JudgeVerdict::Passed);
     match error {
@@ -298,10 +301,37 @@ pub(crate) fn verdict(state: &State, key: TrialKey, now_ms: u64) -> Option<Event
     Some(settled(key, 0, outcome, now_ms))
 }
 
-/// What is known of a trial that is being judged.
-pub(crate) fn so_far(judging: &Judging) -> TrialOutcome {
+/// What is known of a trial that ends while it is being judged: of a judge that was being asked, that no answer of it was waited for; of one whose
+/// turn had not come, that it was skipped.
+pub(crate) fn cut_short(batch: &Batch, key: TrialKey, judging: &Judging, failure: &str) -> TrialOutcome {
+    let judged = (0u8..).zip(&judging.jobs).map(|(index, job)| {
+        if let Some(judged) = job.judged() {
+            return judged.clone();
+        }
+        let target = Target {
+            trial: key,
+            part: Part::Judge(index),
+        };
+        let answerer = batch.answerer(target);
+        let (verdict, when) = match job.has_begun() {
+            true => (JudgeVerdict::Error, "had answered"),
+            false => (JudgeVerdict::Skipped, "was asked"),
+        };
+        v1::Judged {
+            index: index.into(),
+            name: answerer.map_or_else(String::new, |answerer| answerer.name.clone()),
+            verdict: verdict.into(),
+            error: outcome::failure_text(&format!("the trial ended before this judge {when}: {failure}")),
+            // An answer that nobody waits for has used what nobody knows.
+            spend: answerer.filter(|_| job.may_have_spent()).map(|answerer| v1::ModelSpend {
+                model: answerer.model.clone(),
+                usage: None,
+            }),
+            ..v1::Judged::default()
+        }
+    });
     TrialOutcome {
-        judged: judging.jobs.iter().filter_map(Job::judged).cloned().collect(),
+        judged: judged.collect(),
         ..judging.outcome.clone()
     }
 }

@@ -4,7 +4,7 @@
 use evalgrid_domain::ids::RunId;
 use evalgrid_proto::{
     log::v1 as log,
-    v1::{self, BatchStatus, TrialStatus},
+    v1::{self, BatchStatus, JudgeVerdict, TrialStatus},
 };
 
 use crate::decide::Refusal;
@@ -90,7 +90,8 @@ pub fn regraded(batch: &v1::Batch, judged: &[bool]) -> Result<Vec<log::CarriedTr
 
 /// An outcome as it was before its judges were asked, and what they made of it.
 fn ungraded(outcome: v1::TrialOutcome, checks: TrialStatus) -> v1::TrialOutcome {
-    let marks = outcome.judged.iter().map(|judged| v1::Judged {
+    let judged = outcome.judged.iter().filter(|judged| judged.verdict() != JudgeVerdict::Skipped);
+    let marks = judged.map(|judged| v1::Judged {
         validation: None,
         spend: None,
         ..judged.clone()

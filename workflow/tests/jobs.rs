@@ -435,12 +435,14 @@ fn a_job_that_kills_its_judge_runners() {
 fn ends_from_outside_keep_what_is_known() {
     for end in ["cancel", "resolve", "abandon"] {
         let mut cell = Cell::new(1);
-        let batch = start(&mut cell, 1, &["", ""], None);
+        let batch = start(&mut cell, 1, &["", "", ""], None);
         let organization = cell.organization_of(key(batch));
         checked(&mut cell, batch, true);
+        // The second judge is faster than the first, and nobody has come to the third.
+        let (_, open) = lease(&mut cell, "j", "1").unwrap();
+        asks(&mut cell, open);
         let (target, token) = lease(&mut cell, "j", "1").unwrap();
         tell(&mut cell, token, judged(target.part, JudgeVerdict::Passed));
-        let (_, open) = lease(&mut cell, "j", "1").unwrap();
         match end {
             "cancel" => {
                 let events = decide::cancel(&cell.state, &organization, &batch, cell.now_ms).unwrap();
@@ -459,10 +461,22 @@ fn ends_from_outside_keep_what_is_known() {
         }
         let outcome = outcome(&cell, batch);
         assert_eq!(
-            (outcome.status(), outcome.exit_code, outcome.judged.len(), outcome.commands),
-            (TrialStatus::Void, -1, 1, 3),
+            (outcome.status(), outcome.exit_code, outcome.commands),
+            (TrialStatus::Void, -1, 3),
             "{end}"
         );
+        let verdicts: Vec<_> = outcome.judged.iter().map(|judged| (judged.index, judged.verdict())).collect();
+        assert_eq!(
+            verdicts,
+            [(0, JudgeVerdict::Error), (1, JudgeVerdict::Passed), (2, JudgeVerdict::Skipped)],
+            "{end}"
+        );
+        let (asked, failure) = (&outcome.judged[0], outcome.failure.as_deref().unwrap());
+        assert_eq!(
+            (asked.name.as_str(), asked.error.as_str()),
+            ("judge-0", &*format!("the trial ended before this judge had answered: {failure}"))
+        );
+        assert!(asked.spend.as_ref().is_some_and(|spend| spend.usage.is_none()), "{end}");
         assert!(cell.state.lease(open).is_none() && cell.state.waiting() == 0, "{end}");
     }
 }
@@ -529,7 +543,9 @@ fn a_regrade_of_a_cancelled_batch_is_not_cancelled() {
     let ended = view::batch(cell.state.batch(&first).unwrap(), None);
     assert!(outcome(&cell, first).cancelled);
     let carried = retry::regraded(&ended, &[true]).unwrap();
-    assert!(carried.iter().all(|trial| !trial.outcome.as_ref().unwrap().cancelled));
+    let outcome = carried[0].outcome.as_ref().unwrap();
+    assert!(!outcome.cancelled);
+    assert!(outcome.before.as_ref().unwrap().judged.is_empty(), "nobody had asked its judge");
 }
 
 /// One move of a judge runner that keeps the rules of asking: what has been asked often enough is answered finally.

@@ -340,7 +340,14 @@ impl Ledger {
             TrialStatus::Passed if verdicts.iter().all(|verdict| *verdict == JudgeVerdict::Passed) => TrialStatus::Passed,
             _ => TrialStatus::Failed,
         };
-        let kept = judging.answers.values().eq(&outcome.judged) && judging.outcome.evidence == outcome.evidence;
+        // Of judges that have not answered, a trial that was ended from outside tells that they have not.
+        let (answers, others): (Vec<&Judged>, Vec<&Judged>) = outcome
+            .judged
+            .iter()
+            .partition(|judged| judging.answers.contains_key(&judged.index));
+        let kept = judging.answers.values().eq(answers)
+            && others.iter().all(|judged| judged.choice.is_none())
+            && judging.outcome.evidence == outcome.evidence;
         if outcome.status() != due || !kept {
             let detail = format!(
                 "{trial:?} is {:?}, and should be {due:?} by {verdicts:?}; kept: {kept}",
