@@ -64,25 +64,22 @@ impl Stage {
 impl Task {
     /// A trial that is leased.
     pub fn trial(lease: Lease) -> Task {
-        Task {
-            sandbox: lease.sandbox.clone(),
-            adopt: lease.adopt,
-            stage: Stage::Preparing,
-            newest: None,
-            wait: 0,
-            work: Work::Trial(Running::new(lease)),
-        }
+        Task::new(lease.sandbox.clone(), lease.adopt, Work::Trial(Running::new(lease)))
     }
 
     /// A job that is.
     pub fn job(lease: JobLease) -> Task {
+        Task::new(lease.sandbox.clone(), lease.adopt, Work::Job(Asking::new(lease)))
+    }
+
+    fn new(sandbox: String, adopt: bool, work: Work) -> Task {
         Task {
-            sandbox: lease.sandbox.clone(),
-            adopt: lease.adopt,
+            sandbox,
+            adopt,
             stage: Stage::Preparing,
             newest: None,
             wait: 0,
-            work: Work::Job(Asking::new(lease)),
+            work,
         }
     }
 }
